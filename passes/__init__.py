@@ -1,0 +1,86 @@
+"""The compiler's table of contents: every graph pass, in the order in which it runs.
+
+Dynamo captures a graph in which each use of a sharded parameter is one call of ``unshard_param``. Then:
+
+=============  ===========  =============================================================================
+stage          pass         what it does
+=============  ===========  =============================================================================
+captured       hoist        moves those calls out of checkpointed regions
+captured       bind         parameters → one flat input for each unit, gathered and unpacked at first use
+(AOTAutograd)               derives the backward: pack and reduce-scatter, one for each unit
+joint          reshard      says which gathers the backward repeats and which results it keeps
+(partitioner)               cuts the joint graph into forward and backward
+partitioned    expand       each collective → a launch and a wait of PyTorch's functional collectives
+partitioned    verify       proves what must hold before anything runs
+=============  ===========  =============================================================================
+
+A pass is a function of a graph and a :class:`CompileContext`. What it needs to know of a node it reads from
+``node.meta["vescale"]``, written where the node was inserted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from .bind import bind
+from .context import CompileContext, Pass, Stage
+from .expand import expand
+from .hoist import hoist
+from .reshard import reshard
+from .verify import verify
+
+PIPELINE: tuple[Pass, ...] = (
+    Pass(Stage.CAPTURED, hoist, provides=frozenset({"markers take graph inputs"})),
+    Pass(
+        Stage.CAPTURED,
+        bind,
+        requires=frozenset({"markers take graph inputs"}),
+        provides=frozenset({"flat inputs"}),
+    ),
+    Pass(
+        Stage.JOINT, reshard, requires=frozenset({"flat inputs"}), provides=frozenset({"gathers have a policy"})
+    ),
+    Pass(
+        Stage.PARTITIONED,
+        expand,
+        requires=frozenset({"flat inputs"}),
+        provides=frozenset({"launches and waits"}),
+    ),
+    Pass(Stage.PARTITIONED, verify, requires=frozenset({"launches and waits"})),
+)
+
+Observer = Callable[[str, fx.GraphModule], None]
+
+
+def run_stage(
+    stage: Stage,
+    gm: fx.GraphModule,
+    context: CompileContext,
+    observe: Observer,
+    pipeline: Sequence[Pass] = PIPELINE,
+) -> None:
+    """Runs the passes of one stage on ``gm``, in place.
+
+    ``observe`` is called with the graph before the first and after each of them.
+    """
+    passes = [each for each in pipeline if each.stage is stage]
+    observe(f"before {passes[0].name}", gm)
+    for each in passes:
+        each.run(gm, context)
+        gm.graph.lint()
+        gm.recompile()
+        observe(f"after {each.name}", gm)
+
+
+def check_pipeline(pipeline: Sequence[Pass]) -> None:
+    """Raises ValueError if a pass requires what no earlier pass provides."""
+    known: set[str] = set()
+    for each in pipeline:
+        if missing := each.requires - known:
+            raise ValueError(f"pass {each.name} requires {sorted(missing)}, which no earlier pass provides")
+        known |= each.provides
+
+
+check_pipeline(PIPELINE)

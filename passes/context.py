@@ -1,0 +1,140 @@
+"""What a pass is, and what passes know: typed descriptions of the graph's units and of its collectives."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..runtime.unshard import CommSpec, ParamView
+
+
+class Stage(enum.Enum):
+    """The graph a pass works on."""
+
+    CAPTURED = "captured"  # Dynamo's graph: torch functions, parameters as inputs
+    JOINT = "joint"  # AOTAutograd's: forward and backward in one, aten operators
+    PARTITIONED = "partitioned"  # the forward, the backward, or a forward without a backward
+
+
+class Part(enum.Enum):
+    """Which graph of the partitioned stage."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+class Role(enum.Enum):
+    """Which half of a collective a node is."""
+
+    LAUNCH = "launch"
+    WAIT = "wait"
+
+
+ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Comm:
+    """What a collective's node is, under ``node.meta["vescale"]``: put there at insertion, never guessed later."""
+
+    kind: str  # ALL_GATHER or REDUCE_SCATTER
+    role: Role
+    unit: int  # ordinal in CompileContext.units
+
+
+def comm_of(node: fx.Node) -> Comm | None:
+    return node.meta.get("vescale")
+
+
+@dataclass(frozen=True)
+class GraphUnit:
+    """One unit's buffer as an input of the graph.
+
+    Attributes:
+        name: of the unit that was there at capture; the graph may serve others laid out alike.
+        shard: example of the flat shard, [S].
+        port: example of the port [world_size * S] if gradients leave the graph unreduced, else None.
+        views: the parameters that the graph reads.
+        comm: sizes, dtypes and process group of its collectives.
+        reshard_after_forward: gather again in the backward.
+    """
+
+    name: str
+    shard: Tensor
+    port: Tensor | None
+    views: tuple[ParamView, ...]
+    comm: CommSpec
+    reshard_after_forward: bool
+
+    @property
+    def trainable(self) -> bool:
+        return any(view.trainable for view in self.views)
+
+
+@dataclass(frozen=True)
+class ParamInput:
+    """A placeholder of the captured graph that is a sharded parameter."""
+
+    unit: int  # ordinal in CompileContext.units
+    view: int  # index in GraphUnit.views
+    name: str
+
+
+@dataclass
+class CompileContext:
+    """One compilation: what the passes read, and what they find out for those after them.
+
+    Attributes:
+        rank: this process's rank, for messages.
+        units: units in the order in which the graph first needs them.
+        params: sharded parameters by the position of their placeholder in the captured graph.
+        backward_reduces: units whose gradient the joint graph reduces, found by ``reshard``.
+        collectives: each verified graph's collectives, in order, one line each.
+        part: which graph the partitioned passes are working on.
+    """
+
+    rank: int
+    units: tuple[GraphUnit, ...]
+    params: dict[int, ParamInput]
+    reduced_units: tuple[int, ...] = ()
+    collectives: dict[Part, list[str]] = field(default_factory=dict)
+    part: Part | None = None
+
+
+PassFn = Callable[[fx.GraphModule, CompileContext], None]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A graph pass: a function that edits a graph in place, and its contract.
+
+    Attributes:
+        stage: the graph it works on.
+        run: the function. Its module's docstring says what it does.
+        requires: facts that earlier passes must have established.
+        provides: facts that it establishes.
+    """
+
+    stage: Stage
+    run: PassFn
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+class GraphError(RuntimeError):
+    """A graph that must not run: a pass found what it can't compile, or the verifier a broken invariant."""
+
+
+def fail(context: CompileContext, node: fx.Node | None, message: str) -> Any:
+    """Raises GraphError with the rank and the node."""
+    at = f", at {node.format_node()}" if node is not None else ""
+    raise GraphError(f"[rank {context.rank}] {message}{at}")

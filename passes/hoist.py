@@ -1,0 +1,60 @@
+"""Moves ``unshard_param`` calls out of activation-checkpointed regions.
+
+Dynamo puts a checkpointed region into a sub-graph, with the parameters among its operands and the calls
+inside. There the gather would be repeated under the checkpoint's policy, once for each region. Outside, the
+unit's own policy decides, and the region takes full parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..runtime.marker import unshard_param
+from .context import CompileContext, fail
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def hoist(gm: fx.GraphModule, context: CompileContext) -> None:
+    for node in list(gm.graph.nodes):
+        bodies = [arg for arg in node.all_input_nodes if arg.op == "get_attr" and _body(gm, arg) is not None]
+        for body_node in bodies:
+            body = _body(gm, body_node)
+            assert body is not None
+            hoist(body, context)
+            markers = [n for n in body.graph.nodes if n.target is unshard_param]
+            if markers and (node.target is not _CHECKPOINT or node.args[0] is not body_node):
+                fail(
+                    context,
+                    node,
+                    f"sharded parameters are read inside a {node.target} region, which is not supported: "
+                    "compile the module without that higher-order operator",
+                )
+            _hoist_from(body, markers, gm, node)
+
+
+def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    body = getattr(gm, str(node.target), None)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def _hoist_from(body: fx.GraphModule, markers: list[fx.Node], gm: fx.GraphModule, region: fx.Node) -> None:
+    """Replaces, for each marked operand of ``region``, the operand by the call and the call by the operand."""
+    placeholders = body.graph.find_nodes(op="placeholder")
+    operands = list(region.args)
+    for marker in markers:
+        inner = marker.args[0]
+        position = 1 + placeholders.index(inner)
+        operand = operands[position]
+        assert isinstance(inner, fx.Node) and isinstance(operand, fx.Node)
+        if operand.target is not unshard_param:
+            with gm.graph.inserting_before(region):
+                outer = gm.graph.call_function(unshard_param, (operand, *marker.args[1:]))
+            outer.meta = dict(marker.meta)
+            operands[position] = outer
+        inner.meta["example_value"] = marker.meta["example_value"]
+        marker.replace_all_uses_with(inner)
+        body.graph.erase_node(marker)
+    region.args = tuple(operands)
+    body.recompile()

@@ -1,0 +1,55 @@
+"""Decides, in the joint graph, what the backward gathers again and what it keeps.
+
+For a unit that is resharded after its forward: the gather, the cast that feeds it, and everything computed from
+parameters alone (views, transposes, casts) are marked for recomputation, so the partitioner saves the shard and
+nothing else of the unit. Marking the views alone would save a cast that follows them. A unit that is kept is
+marked so that its gather is not repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..runtime import ops
+from .context import CompileContext
+
+
+def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
+    recomputed: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.target is ops.all_gather:
+            unit = context.units[node.args[1]]
+            if unit.reshard_after_forward:
+                recomputed |= {node, *_casts_before(node)}
+            else:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif _depends_only_on(node, recomputed):
+            recomputed.add(node)
+    for node in recomputed:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    context.reduced_units = tuple(
+        node.args[1] for node in gm.graph.nodes if node.target is ops.reduce_scatter
+    )
+
+
+def _casts_before(gather: fx.Node) -> list[fx.Node]:
+    """What lies between the shard, an input of the graph, and its gather."""
+    found: list[fx.Node] = []
+    queue = list(gather.all_input_nodes)
+    while queue:
+        node = queue.pop()
+        if node.op == "call_function":
+            found.append(node)
+            queue.extend(node.all_input_nodes)
+    return found
+
+
+def _depends_only_on(node: fx.Node, nodes: set[fx.Node]) -> bool:
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    random = isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+    return not random and all(arg in nodes for arg in node.all_input_nodes)

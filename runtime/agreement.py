@@ -1,0 +1,159 @@
+"""Proof, before anything runs, that all ranks are about to do the same collectives.
+
+Ranks that disagree on the shape or order of their collectives hang, or exchange garbage. So each rank posts a
+digest of what it is about to do in the process group's store; the group's first rank compares, and its verdict
+reaches all. O(world size) small messages in all, no collective, and every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..torch_internals import default_store
+from .buffer import FlatBuffer
+
+DEADLINE_S = 300.0
+_MOST_NAMED = 8  # ranks that a message describes one by one
+
+_exchanges: dict[str, itertools.count[int]] = {}
+_agreed: set[tuple[str, tuple[str, ...]]] = set()
+
+
+class RanksDisagree(RuntimeError):
+    """Ranks hold different models or graphs. Raised on every rank, with one message."""
+
+
+class RanksMissing(RuntimeError):
+    """Some ranks did not come to the point that the others reached, within the deadline."""
+
+
+def agree_first(
+    group: dist.ProcessGroup, what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S
+) -> None:
+    """:func:`agree`, unless the ranks agreed on exactly this before.
+
+    So a rank that compiles something again for itself (another batch size, a cache that was evicted) does not
+    wait for ranks that don't.
+    """
+    key = (group.group_name, (what, *lines))
+    if key not in _agreed:
+        agree(group, what, lines, deadline_s=deadline_s)
+        _agreed.add(key)
+
+
+def agree(
+    group: dist.ProcessGroup, what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S
+) -> None:
+    """Raises on every rank of ``group`` unless all of them call this with the same ``lines``.
+
+    Args:
+        group: whose ranks must agree. With one rank, or the ``fake`` backend, there is nothing to check.
+        what: names the object of the check in messages.
+        lines: what must be equal. The first line that differs is quoted.
+        deadline_s: how long to wait for the other ranks, seconds.
+
+    Raises:
+        RanksDisagree: naming the ranks that differ, and the first difference.
+        RanksMissing: naming the ranks that did not arrive.
+    """
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return
+    exchange = _Exchange(group, what, list(lines), deadline_s)
+    message = exchange.judge() if group.rank() == 0 else exchange.read_verdict()
+    if message is not None:
+        missing = message.startswith("no answer")
+        raise (RanksMissing if missing else RanksDisagree)(f"[rank {dist.get_rank()}] {what}: {message}")
+
+
+class _Exchange:
+    def __init__(
+        self, group: dist.ProcessGroup, what: str, lines: list[str], deadline_s: float
+    ) -> None:
+        self.store = default_store()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank()
+        self.lines = [what, *lines]
+        self.deadline = time.monotonic() + deadline_s
+        self.deadline_s = deadline_s
+        ordinal = next(_exchanges.setdefault(group.group_name, itertools.count()))
+        self.prefix = f"vescale/{group.group_name}/{ordinal}"
+        digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+        self._post(f"digest/{self.rank}", digest)
+
+    def judge(self) -> str | None:
+        """On the first rank: compares, tells the others, and returns the message, None if all agree."""
+        digests = {rank: self._read(f"digest/{rank}") for rank in self.ranks}
+        missing = [rank for rank, digest in digests.items() if digest is None]
+        if missing:
+            message = (
+                f"no answer from ranks {_some(missing)} within {self.deadline_s:g} s. They are not "
+                "doing what the other ranks do: compare what each rank calls before this point."
+            )
+            self._post("verdict", json.dumps({"message": message}))
+            return message
+        counts = Counter(digests.values())
+        common = max(counts, key=lambda d: (counts[d], -min(r for r in self.ranks if digests[r] == d)))
+        differing = [rank for rank in self.ranks if digests[rank] != common]
+        if not differing:
+            self._post("verdict", json.dumps({}))
+            return None
+        like = next(rank for rank in self.ranks if digests[rank] == common)
+        asked = [like, *differing[:_MOST_NAMED]]
+        self._post("verdict", json.dumps({"asked": asked}))
+        if self.rank in asked:
+            self._post(f"lines/{self.rank}", json.dumps(self.lines))
+        message = self._explain(like, differing)
+        self._post("message", message)
+        return message
+
+    def read_verdict(self) -> str | None:
+        """On the other ranks: waits for the first rank's word, and answers what it asks."""
+        raw = self._read("verdict", grace_s=10.0)
+        if raw is None:
+            return f"no answer from rank {self.ranks[0]}, which compares, within {self.deadline_s:g} s."
+        verdict = json.loads(raw)
+        if "asked" not in verdict:
+            return verdict.get("message")
+        if self.rank in verdict["asked"]:
+            self._post(f"lines/{self.rank}", json.dumps(self.lines))
+        return self._read("message", grace_s=30.0) or "ranks differ, and the comparison did not arrive."
+
+    def _explain(self, like: int, differing: list[int]) -> str:
+        reference = json.loads(self._read(f"lines/{like}", grace_s=20.0) or "[]")
+        parts = []
+        for rank in differing[:_MOST_NAMED]:
+            lines = json.loads(self._read(f"lines/{rank}", grace_s=20.0) or "[]")
+            mine, theirs = next(
+                (pair for pair in itertools.zip_longest(lines, reference) if pair[0] != pair[1]),
+                ("?", "?"),
+            )
+            parts.append(f"rank {rank} has {mine or 'nothing'!r} where rank {like} has {theirs or 'nothing'!r}")
+        return (
+            f"ranks {_some(differing)} differ from the others: {'; '.join(parts)}. Every rank must build "
+            "the same model, in the same order, with the same parameters frozen, and compile it alike."
+        )
+
+    def _post(self, key: str, value: str) -> None:
+        self.store.set(f"{self.prefix}/{key}", value)
+
+    def _read(self, key: str, grace_s: float = 0.0) -> str | None:
+        """The value under ``key``, or None if nobody posts it before the deadline."""
+        left = max(self.deadline + grace_s - time.monotonic(), 0.01)
+        try:
+            self.store.wait([f"{self.prefix}/{key}"], timedelta(seconds=left))
+        except dist.DistStoreError:
+            return None
+        return self.store.get(f"{self.prefix}/{key}").decode()
+
+
+def _some(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    return named if len(ranks) <= _MOST_NAMED else f"{named} and {len(ranks) - _MOST_NAMED} more"

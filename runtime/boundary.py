@@ -1,0 +1,112 @@
+"""Between sharded parameters and graphs: parameters become one flat input, its gradient becomes theirs.
+
+Both directions are views. The forward hands out the unit's shard itself; the backward cuts the flat gradient
+[S] where the parameters' shards lie and wraps each piece like its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .buffer import FlatBuffer
+
+
+class Binding(NamedTuple):
+    """What a sharded parameter knows of its buffer: kept on the tensor as ``_vescale_binding``."""
+
+    buffer: FlatBuffer
+    index: int
+
+
+class ShardedParameter(Protocol):
+    """What this module needs of a sharded parameter; RaggedDTensor has it."""
+
+    _vescale_binding: Binding
+    requires_grad: bool
+
+    def with_local(self, local: Tensor) -> Tensor: ...
+
+
+def binding_of(tensor: object) -> Binding | None:
+    """The binding of a sharded parameter; None for any other object, fake tensors included."""
+    return getattr(tensor, "_vescale_binding", None)
+
+
+def flat_input(
+    buffer: FlatBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int] | None = None
+) -> Tensor:
+    """Returns the tensor through which the gradients of ``params`` will come back.
+
+    Args:
+        buffer: the unit's buffer.
+        params: parameters of that buffer, in any order.
+        reduced: True gives the shard, [S], and expects its gradient, reduced. False gives a port,
+            [world_size * S], and expects the gradient before reduction, which is then accumulated; it is
+            reduced when the forward ran outside ``no_sync``.
+        used: indices of the parameters that get a gradient, read when the backward runs; None for all.
+    """
+    trainable = tuple(p for p in params if p.requires_grad)
+    if not (torch.is_grad_enabled() and trainable):
+        return buffer.shard if reduced else buffer.port(buffer.shard)
+    return _FlatInput.apply(buffer, reduced, buffer.sync.enabled, used, *trainable)
+
+
+class _FlatInput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        buffer: FlatBuffer,
+        reduced: bool,
+        reduce_now: bool,
+        used: set[int] | None,
+        *params: ShardedParameter,
+    ) -> Tensor:
+        ctx.buffer, ctx.reduced, ctx.reduce_now, ctx.used = buffer, reduced, reduce_now, used
+        ctx.params = params
+        ctx.set_materialize_grads(False)
+        flat = buffer.shard if reduced else buffer.port(buffer.shard)
+        return flat.view_as(flat)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        buffer: FlatBuffer = ctx.buffer
+        params: tuple[ShardedParameter, ...] = ctx.params
+        inputs = {p._vescale_binding.index for p in params}
+        owed = inputs if ctx.used is None else inputs & ctx.used
+        if grad is not None and not ctx.reduced:
+            buffer.accumulate(grad, owed)
+            grad = None
+        if ctx.reduce_now and buffer.unreduced is not None:
+            accumulated, accumulated_for = buffer.take_unreduced()
+            late = _reduce(buffer, accumulated)
+            grad = late if grad is None else grad + late
+            owed = owed | accumulated_for
+        if grad is None:
+            return (None,) * (4 + len(params))
+        _give(buffer, grad, owed - inputs)
+        return None, None, None, None, *(_local_grad(p, grad, owed) for p in params)
+
+
+def _reduce(buffer: FlatBuffer, packed: Tensor) -> Tensor:
+    """Averages an unreduced gradient [world_size * S] over the ranks: this rank's [S], in the shard's dtype."""
+    comm = buffer.comm()
+    reduced = ops.reduce_scatter(packed, comm.unit, "avg", comm.world_size, comm.group)
+    return reduced.to(buffer.shard.dtype)
+
+
+def _local_grad(param: ShardedParameter, flat_grad: Tensor, owed: set[int]) -> Tensor | None:
+    buffer, index = param._vescale_binding
+    return param.with_local(buffer.local(flat_grad, index)) if index in owed else None
+
+
+def _give(buffer: FlatBuffer, flat_grad: Tensor, indices: set[int]) -> None:
+    """Gradients of parameters that earlier micro-batches used and the last one did not: autograd can't."""
+    for index in sorted(indices):
+        param = buffer.params[index]
+        grad = _local_grad(cast(ShardedParameter, param), flat_grad, indices)
+        param.grad = grad if param.grad is None or grad is None else param.grad + grad

@@ -1,0 +1,179 @@
+"""One flat shard for many parameters: the runtime's view of a unit.
+
+::
+
+    the unit's buffer, world_size * S elements      | rank 0: S     | rank 1: S     | rank 2: S     |
+    parameters, contiguous, cut where they may be   | a a a a b b b | b b b b . c c | c c d d d . . |
+
+Each rank holds its S elements in one tensor, ``FlatBuffer.shard``, and every sharded parameter's local tensor
+is a view of it. S is the same on every rank, so graphs that take the shard as their input are too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .unshard import CommSpec, ParamView
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """A parameter's place in its unit's buffer.
+
+    Attributes:
+        name: the parameter's qualified name in the module that was sharded.
+        shape: global shape.
+        offset: first element in the buffer of world_size * S elements.
+        local_start, local_numel: this rank's part, in elements of the shard; numel may be 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    local_start: int
+    local_numel: int
+
+
+@dataclass(frozen=True)
+class CommPolicy:
+    """What a unit's user asked of its communication.
+
+    Attributes:
+        param_dtype: of gathers; None for the parameters' own.
+        reduce_dtype: of reductions; None for that of gathers.
+        reshard_after_forward: free the gathered parameters after the forward and gather again in the backward.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+
+
+@dataclass(eq=False)
+class GradientSync:
+    """Whether a unit's next gradient is reduced inside the graph. Shared by the buffers of a unit.
+
+    Attributes:
+        enabled: False inside ``no_sync``.
+        pending: buffers that hold gradients no collective has reduced yet.
+        in_graph: what a module reads, and Dynamo guards on: reduce in the backward itself. False while
+            gradients accumulate and in the micro-batch that ends it, whose sum is reduced afterwards, once.
+    """
+
+    enabled: bool = True
+    pending: int = 0
+    in_graph: bool = True
+
+    def set_enabled(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._update()
+
+    def add_pending(self, count: int) -> None:
+        self.pending += count
+        self._update()
+
+    def _update(self) -> None:
+        self.in_graph = self.enabled and self.pending == 0
+
+
+@dataclass(eq=False)
+class FlatBuffer:
+    """A unit's parameters of one dtype that are all trainable or all frozen.
+
+    Attributes:
+        name: the unit's qualified name, with the buffer's ordinal if the unit has several.
+        shard: [S], this rank's elements.
+        slots: the parameters, in the order of the module.
+        group: the process group that the buffer is sharded over.
+        layout, param_dtype, reduce_dtype: derived; plain attributes, because Dynamo guards on them.
+        params: the sharded parameters themselves, one for each slot, once they exist.
+        unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
+    """
+
+    name: str
+    shard: Tensor
+    slots: tuple[ParamSlot, ...]
+    group: dist.ProcessGroup
+    policy: CommPolicy
+    sync: GradientSync
+    params: list[Tensor] = field(default_factory=list)
+    unreduced: Tensor | None = None
+    unreduced_slots: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.world_size = self.group.size()
+        self.rank = self.group.rank()
+        limit = self.shard.numel()
+        for slot in self.slots:
+            if slot.local_start < 0 or slot.local_start + slot.local_numel > limit:
+                raise AssertionError(f"{self.name}: {slot} reaches outside the shard of {limit} elements")
+        places = [(slot.shape, slot.offset) for slot in self.slots]
+        text = repr((self.world_size, limit, places, self.policy))
+        # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal in every process.
+        self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.set_shard(self.shard)
+
+    def set_shard(self, shard: Tensor) -> None:
+        """Takes another tensor of as many elements as the shard: another device or dtype, or new memory."""
+        self.shard = shard
+        floats = shard.dtype.is_floating_point
+        self.param_dtype = (self.policy.param_dtype if floats else None) or shard.dtype
+        self.reduce_dtype = (self.policy.reduce_dtype if floats else None) or self.param_dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gathered buffer, padding included."""
+        return self.world_size * self.shard.numel()
+
+    def describe(self) -> list[str]:
+        """Lines that must be equal on every rank of the group, the most telling first."""
+        head = (
+            f"unit {self.name}: {len(self.slots)} parameters, {self.shard.dtype}, "
+            f"shard of {self.shard.numel()} elements, {self.policy}"
+        )
+        return [head, *(f"parameter {slot.name}: shape {slot.shape}, at {slot.offset}" for slot in self.slots)]
+
+    def view_of(self, index: int, *, trainable: bool) -> ParamView:
+        slot = self.slots[index]
+        return ParamView(slot.offset, slot.shape, trainable)
+
+    def comm(self, unit: int = 0) -> CommSpec:
+        return CommSpec(
+            unit=unit,
+            world_size=self.world_size,
+            group=self.group.group_name,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+    def local(self, flat: Tensor, index: int) -> Tensor:
+        """This rank's part of parameter ``index`` in ``flat`` [S]: a view, 1-D."""
+        slot = self.slots[index]
+        return flat.narrow(0, slot.local_start, slot.local_numel)
+
+    def port(self, like: Tensor) -> Tensor:
+        """A tensor of the gathered buffer's size and no memory, for the unreduced gradient to arrive at."""
+        return like.new_zeros(1, dtype=self.reduce_dtype).expand(self.numel)
+
+    def accumulate(self, grad: Tensor, indices: set[int]) -> None:
+        """Adds an unreduced gradient [world_size * S] of the parameters ``indices``."""
+        self.unreduced_slots.update(indices)
+        if self.unreduced is None:
+            self.unreduced = grad
+            self.sync.add_pending(1)
+        else:
+            self.unreduced.add_(grad)
+
+    def take_unreduced(self) -> tuple[Tensor, set[int]]:
+        """Returns the accumulated gradient and its parameters, and forgets both."""
+        if self.unreduced is None:
+            raise AssertionError(f"{self.name}: no accumulated gradient")
+        taken = self.unreduced, self.unreduced_slots
+        self.unreduced, self.unreduced_slots = None, set()
+        self.sync.add_pending(-1)
+        return taken

@@ -1,0 +1,102 @@
+"""Full parameters without a compiler: gathered by unit at first use, kept while a module runs.
+
+The same gather and the same reduction as in a graph, so the numbers are the same. Autograd keeps what was
+gathered until the backward has used it: eager mode is for debugging and for the parts of a model that can't be
+compiled, and its memory is that of ``reshard_after_forward=False``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .agreement import agree_first
+from .boundary import Binding, flat_input
+from .buffer import FlatBuffer
+from .unshard import unshard
+
+
+@dataclass
+class _Gathered:
+    """What one gather gave: views of one tensor. ``used`` fills as parameters are read; only those get gradients."""
+
+    key: tuple[bool, bool, int]
+    params: tuple[Tensor, ...]
+    version: int
+    used: set[int]
+
+
+@dataclass
+class _OpenBuffer:
+    depth: int = 0
+    gathered: _Gathered | None = field(default=None)
+
+
+_open: dict[FlatBuffer, _OpenBuffer] = {}
+
+
+@contextlib.contextmanager
+def gathered_once(buffers: Iterable[FlatBuffer]) -> Iterator[None]:
+    """While open, each of ``buffers`` is gathered once, however many of its parameters are read."""
+    opened = list(buffers)
+    for buffer in opened:
+        _open.setdefault(buffer, _OpenBuffer()).depth += 1
+    closed: list[tuple[FlatBuffer, _OpenBuffer]] = []
+    try:
+        yield
+    finally:
+        for buffer in opened:
+            _open[buffer].depth -= 1
+            if _open[buffer].depth == 0:
+                closed.append((buffer, _open.pop(buffer)))
+    for buffer, state in closed:
+        _check_unwritten(buffer, state.gathered)
+
+
+def unsharded(binding: Binding) -> Tensor:
+    """The full parameter of ``binding``. A collective, unless its unit is open and was gathered already."""
+    buffer, index = binding
+    state = _open.get(buffer)
+    if state is None:
+        gathered = _gather(buffer)
+    else:
+        if state.gathered is None or state.gathered.key != _key(buffer):
+            _check_unwritten(buffer, state.gathered)
+            state.gathered = _gather(buffer)
+        gathered = state.gathered
+    gathered.used.add(index)
+    return gathered.params[index]
+
+
+def _key(buffer: FlatBuffer) -> tuple[bool, bool, int]:
+    """Changes with whatever makes a gathered copy unusable: autograd's modes, a write to the shard."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _version(buffer.shard)
+
+
+def _gather(buffer: FlatBuffer) -> _Gathered:
+    agree_first(buffer.group, f"unit {buffer.name}", buffer.describe())
+    used: set[int] = set()
+    reduced = buffer.sync.in_graph
+    flat = flat_input(buffer, buffer.params, reduced=reduced, used=used)
+    views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
+    shard, port = (flat, None) if reduced else (buffer.shard, flat)
+    params = unshard(shard, port, views, buffer.comm())
+    return _Gathered(_key(buffer), params, _version(params[0]), used)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _check_unwritten(buffer: FlatBuffer, gathered: _Gathered | None) -> None:
+    """A gathered parameter is a copy: writing to it in a forward would be lost without a word."""
+    if gathered is not None and _version(gathered.params[0]) != gathered.version:
+        raise RuntimeError(
+            f"[rank {buffer.rank}] {buffer.name}: a parameter of this unit was written to inside forward. "
+            "There it is a gathered copy, and the write would be lost: write to the sharded parameter outside "
+            "forward, or keep the value in a buffer (register_buffer)."
+        )

@@ -1,0 +1,106 @@
+"""All-gather a unit's shards and view the parameters in the result; backward, pack and reduce-scatter.
+
+One autograd function for the whole unit: left to autograd, the backward of each parameter's view would be a
+buffer of zeros as large as the unit, and an addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+
+class ParamView(NamedTuple):
+    """Where a parameter lies in the gathered buffer.
+
+    A named tuple of plain values, so that it can be an argument of a graph node and is readable in a dump.
+    """
+
+    offset: int  # first element, counted in the buffer of world_size * S elements
+    shape: tuple[int, ...]
+    trainable: bool  # whether a gradient is wanted
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class CommSpec(NamedTuple):
+    """How a unit communicates: everything about its collectives that is not a tensor."""
+
+    unit: int  # ordinal of the unit's buffer among the inputs of one graph; 0 outside graphs
+    world_size: int
+    group: str
+    param_dtype: torch.dtype  # of the gathered buffer
+    reduce_dtype: torch.dtype  # of the buffer that is reduced
+
+
+def unshard(
+    shard: Tensor, port: Tensor | None, views: Sequence[ParamView], comm: CommSpec
+) -> tuple[Tensor, ...]:
+    """Returns the full parameters of a unit, as views of one gathered buffer.
+
+    Args:
+        shard: this rank's flat shard, [S], in the parameters' own dtype. Cast once, before the gather.
+        port: None, and the backward reduce-scatters the gradient (averaged over the ranks) into one of
+            ``shard``, [S]. Or a tensor of [world_size * S] in ``reduce_dtype`` whose values are never read,
+            and the backward hands the packed gradient, not reduced, to it.
+        views: the parameters wanted.
+        comm: sizes, dtypes and process group.
+
+    Returns:
+        One tensor of ``param_dtype`` for each of ``views``.
+    """
+    return _Unshard.apply(shard, port, tuple(views), comm)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, port: Tensor | None, views: tuple[ParamView, ...], comm: CommSpec
+    ) -> tuple[Tensor, ...]:
+        gathered = ops.all_gather(shard.to(comm.param_dtype), comm.unit, comm.world_size, comm.group)
+        params = tuple(gathered.narrow(0, view.offset, view.numel).view(view.shape) for view in views)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(param for param, view in zip(params, views, strict=True) if not view.trainable)
+        )
+        ctx.views, ctx.comm = views, comm
+        ctx.shard_numel, ctx.shard_dtype = shard.numel(), shard.dtype
+        ctx.reduces = port is None
+        return params
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if all(grad is None for grad in grads):
+            return None, None, None, None
+        comm: CommSpec = ctx.comm
+        packed = pack(grads, ctx.views, ctx.shard_numel * comm.world_size, comm.reduce_dtype)
+        if not ctx.reduces:
+            return None, packed, None, None
+        reduced = ops.reduce_scatter(packed, comm.unit, "avg", comm.world_size, comm.group)
+        return reduced.to(ctx.shard_dtype), None, None, None
+
+
+def pack(
+    grads: Sequence[Tensor | None], views: Sequence[ParamView], numel: int, dtype: torch.dtype
+) -> Tensor:
+    """Lays gradients out as their parameters lie in the buffer of ``numel`` elements; zeros elsewhere."""
+    like = next(grad for grad in grads if grad is not None)
+    pieces: list[Tensor] = []
+    end = 0
+    for view, grad in sorted(zip(views, grads, strict=True), key=lambda pair: pair[0].offset):
+        if grad is None:
+            continue
+        if view.offset > end:
+            pieces.append(like.new_zeros(view.offset - end, dtype=dtype))
+        pieces.append(grad.reshape(-1).to(dtype))
+        end = view.offset + view.numel
+    if numel > end:
+        pieces.append(like.new_zeros(numel - end, dtype=dtype))
+    return torch.cat(pieces)

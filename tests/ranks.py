@@ -1,0 +1,220 @@
+"""Runs test functions on real ranks: persistent worlds of processes joined over gloo on this machine.
+
+    results = run_on_ranks(4, fn, *args)    # a module-level function; what it returned on each rank
+
+    @on_ranks(2, 4)                         # a test whose body runs on every rank of two worlds
+    def test_full_tensor(): ...
+
+Functions are called after ``init_process_group``, with the seed reset. Worlds are started once for each size and
+kept; one in which a rank raised, died or ran past the deadline is shut down, after every rank's Python stack has
+been collected.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import inspect
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_variable] = "1"  # before torch is loaded, here and in every rank
+
+import pytest
+import torch
+import torch.distributed as dist
+
+DEFAULT_DEADLINE_S = 120.0
+GRACE_S = 3.0  # for the other ranks, once one has failed
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+# One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes seconds.
+_context = get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.optim"])
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died, or did not answer in time; the message holds every rank's traceback or stack."""
+
+
+def run_on_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, deadline_s: float = DEFAULT_DEADLINE_S
+) -> list[Any]:
+    """Calls ``fn(*args)`` on `world_size` ranks and returns what each returned, by rank.
+
+    Raises RanksFailed if a rank raises, dies, or is not done within `deadline_s` seconds.
+    """
+    world = _worlds.get(world_size)
+    if world is None:
+        world = _worlds[world_size] = _World(world_size)
+    try:
+        return world.run(fn, args, deadline_s)
+    except BaseException:
+        _worlds.pop(world_size).kill()
+        raise
+
+
+def on_ranks(*world_sizes: int, deadline_s: float = DEFAULT_DEADLINE_S) -> Callable[..., Any]:
+    """Makes a test of a function, once for each world size: its body runs on every rank.
+
+    The function's own parameters are filled by ``pytest.mark.parametrize`` as usual.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        @pytest.mark.parametrize("world_size", world_sizes)
+        @functools.wraps(body)
+        def test(world_size: int, **params: Any) -> None:
+            run_on_ranks(world_size, _run_body, body.__module__, body.__name__, params, deadline_s=deadline_s)
+
+        parameters = [*inspect.signature(body).parameters.values()]
+        world_size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([*parameters, world_size])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, params: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**params)
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """This process as one rank of a world whose collectives do nothing: for shapes, graphs and plans."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _World:
+    """`world_size` processes in one process group, each waiting on its pipe for the next function."""
+
+    def __init__(self, world_size: int) -> None:
+        self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.pipes: list[connection.Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(world_size):
+            pipe, remote = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(remote, rank, world_size, self.directory.name), daemon=True
+            )
+            process.start()
+            remote.close()
+            self.pipes.append(pipe)
+            self.processes.append(process)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], deadline_s: float) -> list[Any]:
+        task = pickle.dumps((sys.path, pickle.dumps((fn, args))))
+        for pipe in self.pipes:
+            # A dead rank shows when its answer is read.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send_bytes(task)
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + deadline_s
+        while (waiting := self._waiting(answers, failures)) and (left := deadline - time.monotonic()) > 0:
+            for pipe in connection.wait([self.pipes[rank] for rank in waiting], left):
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    succeeded, answer = pickle.loads(self.pipes[rank].recv_bytes())
+                except EOFError:
+                    self.processes[rank].join(GRACE_S)
+                    succeeded, answer = False, f"the process died (exit code {self.processes[rank].exitcode})"
+                if succeeded:
+                    answers[rank] = answer
+                else:
+                    failures[rank] = answer
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if waiting or failures:
+            raise RanksFailed(self._report(fn, waiting, failures, deadline_s))
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _waiting(self, answers: dict[int, Any], failures: dict[int, str]) -> list[int]:
+        return [rank for rank in range(len(self.pipes)) if rank not in answers and rank not in failures]
+
+    def _report(
+        self, fn: Callable[..., Any], waiting: list[int], failures: dict[int, str], deadline_s: float
+    ) -> str:
+        for rank in waiting:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)  # the handlers write to the logs read below
+        ranks = f"{getattr(fn, '__qualname__', fn)} on {len(self.pipes)} ranks"
+        parts = [
+            f"{ranks}: failed on {sorted(failures)}, no answer from {waiting} (deadline {deadline_s:g} s)"
+        ]
+        parts += [f"--- rank {rank} failed ---\n{failures[rank]}" for rank in sorted(failures)]
+        for rank in range(len(self.pipes)):
+            log = Path(self.directory.name, f"rank{rank}.log")
+            text = log.read_text(errors="replace")[-6000:] if log.exists() else ""
+            if text:
+                parts.append(f"--- rank {rank} output{' and stack' if rank in waiting else ''} ---\n{text}")
+        return "\n".join(parts)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.directory.cleanup()
+
+
+_worlds: dict[int, _World] = {}
+
+
+@atexit.register
+def shut_down() -> None:
+    """Ends every world's processes."""
+    while _worlds:
+        _worlds.popitem()[1].kill()
+
+
+def _serve(pipe: connection.Connection, rank: int, world_size: int, directory: str) -> None:
+    log = open(Path(directory, f"rank{rank}.log"), "w", buffering=1)  # noqa: SIM115  (open as long as the process)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    store = dist.FileStore(str(Path(directory, "store")), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    while True:
+        try:
+            task = pipe.recv_bytes()
+        except EOFError:
+            return
+        pipe.send_bytes(_answer(task))
+        gc.collect()
+
+
+def _answer(task: bytes) -> bytes:
+    """The pickled ``(True, result)`` of a task, or ``(False, traceback)``."""
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        sys.path[:], call = pickle.loads(task)  # the function's module may need the parent's path
+        fn, args = pickle.loads(call)
+        return pickle.dumps((True, fn(*args)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))

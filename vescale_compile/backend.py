@@ -1,0 +1,120 @@
+"""The backend: ``torch.compile(model, backend="vescale")``.
+
+Dynamo hands over a graph in which every use of a sharded parameter is one call of ``unshard_param``. The
+compilation is a straight line: capture → passes on the captured graph → AOTAutograd, with passes on the joint
+graph, the partitioner, and passes on its two halves → lowering → agreement of all ranks. What comes out is a
+function of flat shards; :class:`CompiledGraph` calls it with the shards of the parameters it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from .capture import Capture, capture
+from .compiled import CompiledGraph, check_agreement
+from .dump import GraphDump
+from .options import read_options
+from .passes import run_stage
+from .passes.context import CompileContext, Part, Stage
+from .torch_internals import (
+    WrappedPartitioner,
+    aot_compile,
+    inductor_compile,
+    inductor_compile_inner,
+    run_boxed,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def vescale(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compiles one graph that Dynamo captured.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its arguments: tensors, sharded parameters, symbolic integers.
+        options: see :class:`vescale_compile.options.Options`.
+
+    Raises:
+        ValueError: an option that does not exist, or has an impossible value.
+        GraphError: a graph that can't be compiled, or that breaks an invariant.
+        RanksDisagree, RanksMissing: the ranks are not about to do the same collectives.
+    """
+    read = read_options(options)
+    captured = capture(gm, example_inputs)
+    if captured is None:
+        _warn_unsharded()
+        return inductor_compile(gm, example_inputs)
+    dump = GraphDump(captured.context.rank)
+    run_stage(
+        Stage.CAPTURED,
+        captured.gm,
+        captured.context,
+        functools.partial(dump.write, stage=Stage.CAPTURED.value),
+    )
+    inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
+    lower = {"inductor": _lower_inductor, "eager": _lower_eager}[read.lowering]
+    run = lower(captured, inputs, dump)
+    check_agreement(captured, read.deadline)
+    return CompiledGraph(captured, run, fallback=gm)
+
+
+def _flat_examples(context: CompileContext) -> list[Any]:
+    return [tensor for unit in context.units for tensor in (unit.shard, unit.port) if tensor is not None]
+
+
+def _lower_inductor(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -> Callable[..., Any]:
+    def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
+        part = Part.BACKWARD if kwargs.get("is_backward") else part
+        _run_partitioned(gm, captured.context, part, dump)
+        return inductor_compile_inner(gm, inputs, **kwargs)
+
+    return inductor_compile(
+        captured.gm,
+        inputs,
+        inner_compile=compile_part,
+        config_patches={"custom_partitioner_fn": _partitioner(captured.context, dump)},
+    )
+
+
+def _lower_eager(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -> Callable[..., Any]:
+    def finish(gm: fx.GraphModule, inputs: Sequence[Any], *, part: Part) -> Callable[..., Any]:
+        _run_partitioned(gm, captured.context, part, dump)
+        return run_boxed(gm)
+
+    return aot_compile(
+        captured.gm,
+        inputs,
+        forward=functools.partial(finish, part=Part.FORWARD),
+        backward=functools.partial(finish, part=Part.BACKWARD),
+        inference=functools.partial(finish, part=Part.INFERENCE),
+        partition=_partitioner(captured.context, dump),
+    )
+
+
+def _partitioner(context: CompileContext, dump: GraphDump) -> WrappedPartitioner:
+    def run_joint(gm: fx.GraphModule) -> None:
+        run_stage(Stage.JOINT, gm, context, functools.partial(dump.write, stage=Stage.JOINT.value))
+
+    return WrappedPartitioner(run_joint, identity=repr([unit.reshard_after_forward for unit in context.units]))
+
+
+def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, dump: GraphDump) -> None:
+    context.part = part
+    run_stage(Stage.PARTITIONED, gm, context, functools.partial(dump.write, stage=part.value))
+
+
+@functools.cache
+def _warn_unsharded() -> None:
+    _log.warning(
+        "backend='vescale' was given a graph without sharded parameters; it is compiled by Inductor alone. "
+        "Call vescale_compile.fully_shard(model) before torch.compile to shard it."
+    )

@@ -1,0 +1,132 @@
+"""From Dynamo's graph and its arguments to what the passes need: which inputs are whose parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from .passes.context import CompileContext, GraphUnit, ParamInput
+from .runtime.boundary import Binding, binding_of
+from .runtime.buffer import FlatBuffer
+from .torch_internals import copy_capture_marks, tracing_fake_mode
+
+
+@dataclass(frozen=True)
+class CapturedUnit:
+    """A unit of a captured graph, and the arguments of that graph which are its parameters.
+
+    Attributes:
+        graph: what the passes know of it.
+        buffer: the buffer at capture; a later call of the graph may bring another, laid out alike.
+        positions: of the parameters among the arguments, in the order of ``graph.views``.
+        indices: of the same parameters in the buffer.
+    """
+
+    graph: GraphUnit
+    buffer: FlatBuffer
+    positions: tuple[int, ...]
+    indices: tuple[int, ...]
+
+    @property
+    def layout(self) -> str:
+        return self.buffer.layout
+
+    def describe(self) -> list[str]:
+        """Lines that must be equal on every rank."""
+        names = [self.buffer.slots[index].name for index in self.indices]
+        frozen = [name for name, view in zip(names, self.graph.views, strict=True) if not view.trainable]
+        return [*self.buffer.describe(), f"graph input {self.graph.name}: reads {names}, of which frozen {frozen}"]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured graph of a sharded model.
+
+    Attributes:
+        gm: a copy of Dynamo's graph, for the passes to edit: Dynamo reads its own after the backend returned.
+        context: what the passes read.
+        units: the sharded parameters that the graph reads, by unit, in the order of ``context.units``.
+        others: positions of the arguments that are no sharded parameters.
+    """
+
+    gm: fx.GraphModule
+    context: CompileContext
+    units: tuple[CapturedUnit, ...]
+    others: tuple[int, ...]
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture | None:
+    """Reads the sharded parameters among the example inputs; None if there are none."""
+    bindings = {i: binding for i, value in enumerate(example_inputs) if (binding := binding_of(value))}
+    if not bindings:
+        return None
+    positions: dict[FlatBuffer, list[int]] = {}
+    for position in _by_first_use(gm, bindings):
+        positions.setdefault(bindings[position].buffer, []).append(position)
+    units = tuple(
+        CapturedUnit(
+            _graph_unit(ordinal, buffer, [example_inputs[i] for i in members]),
+            buffer,
+            tuple(members),
+            tuple(bindings[i].index for i in members),
+        )
+        for ordinal, (buffer, members) in enumerate(positions.items())
+    )
+    params = {
+        position: ParamInput(ordinal, view, unit.buffer.slots[bindings[position].index].name)
+        for ordinal, unit in enumerate(units)
+        for view, position in enumerate(unit.positions)
+    }
+    return Capture(
+        gm=_copy(gm),
+        context=CompileContext(dist.get_rank(), tuple(unit.graph for unit in units), params),
+        units=units,
+        others=tuple(i for i in range(len(example_inputs)) if i not in bindings),
+    )
+
+
+def _by_first_use(gm: fx.GraphModule, bindings: dict[int, Binding]) -> list[int]:
+    """Positions of the sharded parameters, in the order in which the graph first reads them."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    never = len(order)
+
+    def first_use(position: int) -> int:
+        return min((order[user] for user in placeholders[position].users), default=never)
+
+    return sorted(bindings, key=lambda position: (first_use(position), position))
+
+
+def _graph_unit(ordinal: int, buffer: FlatBuffer, params: Sequence[Tensor]) -> GraphUnit:
+    views = tuple(
+        buffer.view_of(binding.index, trainable=param.requires_grad)
+        for param in params
+        if (binding := binding_of(param))
+    )
+    needs_grad = torch.is_grad_enabled() and any(view.trainable for view in views)
+    reduces = buffer.sync.in_graph or not needs_grad
+    with tracing_fake_mode():
+        like = {"dtype": buffer.shard.dtype, "device": buffer.shard.device}
+        shard = torch.empty(buffer.shard.shape, **like, requires_grad=needs_grad and reduces)
+        port = None if reduces else buffer.port(shard).requires_grad_()
+    return GraphUnit(
+        buffer.name, shard, port, views, buffer.comm(ordinal), buffer.policy.reshard_after_forward
+    )
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that can be edited, sub-graphs included; parameters and buffers are shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    copied = fx.GraphModule(gm, graph)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, _copy(child))
+    copy_capture_marks(gm, copied, copies)
+    return copied

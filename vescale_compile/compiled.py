@@ -1,0 +1,86 @@
+"""A compiled graph at run time: sharded parameters in, flat shards to the code, results out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from .capture import Capture, CapturedUnit
+from .passes.context import CompileContext
+from .runtime.agreement import agree_first
+from .runtime.boundary import binding_of, flat_input
+from .runtime.buffer import FlatBuffer
+from .runtime.eager import gathered_once
+
+_log = logging.getLogger(__name__)
+
+
+class CompiledGraph:
+    """Called by Dynamo in place of the captured graph, with the same arguments.
+
+    The units that were there at capture play no part: Dynamo runs one graph for every layer, and every model,
+    that looks like the one it captured. The units come from the arguments at each call.
+    """
+
+    def __init__(self, captured: Capture, run: Callable[..., Any], fallback: fx.GraphModule) -> None:
+        self._units = captured.units
+        self._others = captured.others
+        self._run = run
+        self._fallback = fallback
+
+    def __call__(self, *args: Any) -> Any:
+        flats: list[Any] = []
+        for unit in self._units:
+            buffer = _buffer_like_captured(unit, args)
+            if buffer is None:
+                return self._run_captured(args)
+            params = [args[position] for position in unit.positions]
+            flat = flat_input(buffer, params, reduced=unit.graph.port is None)
+            flats.extend([flat] if unit.graph.port is None else [buffer.shard, flat])
+        return self._run(*flats, *(args[position] for position in self._others))
+
+    def _run_captured(self, args: Sequence[Any]) -> Any:
+        """Parameters are grouped into units otherwise than at capture: the captured graph, operator by operator."""
+        _warn_regrouped()
+        buffers = {binding.buffer: None for value in args if (binding := binding_of(value))}
+        with gathered_once(buffers):
+            return self._fallback(*args)
+
+
+def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> FlatBuffer | None:
+    """The one buffer that all of the unit's arguments are in, at the places they had at capture; else None."""
+    first = binding_of(args[unit.positions[0]])
+    if first is None or first.buffer.layout != unit.layout:
+        return None
+    for position, index in zip(unit.positions, unit.indices, strict=True):
+        if binding_of(args[position]) != (first.buffer, index):
+            return None
+    return first.buffer
+
+
+def check_agreement(captured: Capture, deadline: float) -> None:
+    """Compares units and collectives with the other ranks, the first time that these parameters are compiled.
+
+    Later compilations of the same parameters (for another batch size, say) may happen on one rank alone: they
+    are compared with the first one on this rank, which the others have seen.
+    """
+    for group in dict.fromkeys(unit.buffer.group for unit in captured.units):
+        units = [unit for unit in captured.units if unit.buffer.group is group]
+        lines = [line for unit in units for line in unit.describe()]
+        agree_first(group, "compiled graph", [*lines, *_collective_lines(captured.context)], deadline_s=deadline)
+
+
+def _collective_lines(context: CompileContext) -> list[str]:
+    return [f"{part.value}: {line}" for part, lines in context.collectives.items() for line in lines]
+
+
+@functools.cache
+def _warn_regrouped() -> None:
+    _log.warning(
+        "a compiled graph is called with parameters that belong to other units than those it was compiled for; "
+        "such calls run the captured graph without compiling it. Results are the same."
+    )

@@ -1,0 +1,43 @@
+"""``VESCALE_DUMP=directory``: every graph before and after each pass, as text, by rank and compilation."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+from torch import fx
+
+from .passes.context import comm_of
+
+VARIABLE = "VESCALE_DUMP"
+_compilations = itertools.count()
+
+
+class GraphDump:
+    """Writes the graphs of one compilation to ``directory/rank<r>/compile<n>/<i>-<stage>-<pass>.py``.
+
+    Without the variable it does nothing.
+    """
+
+    def __init__(self, rank: int) -> None:
+        root = os.environ.get(VARIABLE)
+        self._folder = Path(root) / f"rank{rank}" / f"compile{next(_compilations)}" if root else None
+        self._ordinals = itertools.count()
+
+    def write(self, name: str, gm: fx.GraphModule, *, stage: str) -> None:
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        words = [f"{next(self._ordinals):02d}", stage, *name.split()]
+        text = gm.print_readable(print_output=False, include_stride=False, include_device=False)
+        (self._folder / f"{'-'.join(words)}.py").write_text(f"{_summary(gm)}{text}\n")
+
+
+def _summary(gm: fx.GraphModule) -> str:
+    """A heading: how many nodes, and the collectives in order."""
+    lines = [f"# {len(gm.graph.nodes)} nodes"]
+    for node in gm.graph.nodes:
+        if comm := comm_of(node):
+            lines.append(f"# {comm.role.value:6} {comm.kind} of unit {comm.unit}: {node.name}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""A small language model, its data and its training loop: what `python -m vescale_compile train` runs."""

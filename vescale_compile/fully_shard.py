@@ -1,0 +1,233 @@
+"""``fully_shard``: parameters become views of flat, sharded buffers; modules learn to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .planner import BufferPlan, Granularity, TensorSpec, plan_unit
+from .ragged_dtensor import RaggedDTensor
+from .ragged_shard import RaggedShard
+from .runtime.boundary import Binding
+from .runtime.buffer import CommPolicy, FlatBuffer, GradientSync, ParamSlot
+from .sharded_module import Access, ShardedModule, Unit, make_sharded
+from .units import UnitMembers, find_units, group_by_buffer, owners
+
+GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    granularity: GranularityFn | None = None,
+    quantize: None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Shards a module's parameters over the ranks of a mesh, as ``torch.distributed.fsdp.fully_shard`` does.
+
+    Called on inner modules and then on the root, each call makes one unit of the parameters that are not
+    sharded yet. Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s
+    becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together.
+
+    Every parameter becomes a :class:`RaggedDTensor` on the same object-for-name in ``module.parameters()``,
+    cut between blocks of ``granularity`` (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for
+    each unit, dtype and trainability. Build the optimizer afterwards.
+
+    Args:
+        module: sharded in place. Parameters may be on the meta device; call ``to_empty`` and initialize
+            afterwards, and each rank gets its part of what the same seed gives the unsharded module.
+        mesh: a 1-D mesh; by default all ranks of the default process group.
+        reshard_after_forward: free gathered parameters after the forward, and gather again in the backward.
+            False keeps them: one gather less, and the memory of the unsharded parameters.
+        mp_policy: dtypes of gathers, reductions, inputs and outputs. Sharded parameters keep their own dtype.
+        granularity: called with each parameter's name and the parameter; the smallest piece that may not be
+            cut, None for single elements.
+        quantize: must be None.
+        ignored_params: parameters to leave as they are, the same on every rank.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        RuntimeError: no process group, or the module is compiled.
+        ValueError: nothing to shard, a mesh that does not fit, a parameter that can't be sharded.
+        TypeError: an argument of another type.
+    """
+    _check_arguments(module, reshard_after_forward, quantize)
+    mesh = _mesh(module, mesh)
+    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    ignored = set(ignored_params or ())
+    _check_params(module, mesh, ignored)
+    nested = any(isinstance(part, ShardedModule) for part in module.modules())
+    units = find_units(module, ignored, nested_units=nested)
+    if not units:
+        raise ValueError(
+            f"{_at(mesh)}fully_shard({type(module).__name__}): no parameters left to shard. They are in "
+            "ignored_params or in units inside it already, or the module has none."
+        )
+    places = owners(module)
+    for members in units:
+        _shard_unit(members, places, mesh, reshard_after_forward, policy, granularity, root=module)
+    return module
+
+
+def _shard_unit(
+    members: UnitMembers,
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    mesh: DeviceMesh,
+    reshard_after_forward: bool,
+    policy: MixedPrecisionPolicy,
+    granularity: GranularityFn | None,
+    *,
+    root: nn.Module,
+) -> None:
+    comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward)
+    sync = GradientSync()
+    plans = [
+        (plan, group)
+        for group in group_by_buffer(members.params)
+        for plan in _plan(group, mesh, granularity)
+    ]
+    buffers = []
+    for ordinal, (plan, group) in enumerate(plans):
+        name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"
+        params = {tensor.name: group[tensor.name] for tensor in plan.tensors}
+        buffer = _allocate(name, plan, params, mesh, comm, sync)
+        buffers.append(buffer)
+        for index, (original, sharded) in enumerate(zip(params.values(), buffer.params, strict=True)):
+            access = Access(f"{buffer.layout}/{index}", buffer)
+            for owner, attribute in places[original]:
+                owner._parameters[attribute] = cast(nn.Parameter, sharded)
+                make_sharded(owner, {attribute: access}, None)
+    unit = Unit(
+        tuple(buffers),
+        input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+        output_dtype=policy.output_dtype if members.module is root else None,
+    )
+    make_sharded(members.module, {}, unit)
+
+
+def _plan(
+    params: dict[str, nn.Parameter], mesh: DeviceMesh, granularity: GranularityFn | None
+) -> tuple[BufferPlan, ...]:
+    tensors = [
+        TensorSpec(
+            name, tuple(p.shape), p.element_size(), granularity(name, p) if granularity is not None else None
+        )
+        for name, p in params.items()
+    ]
+    return plan_unit(tensors, mesh.size()).buffers
+
+
+@torch.no_grad()
+def _allocate(
+    name: str,
+    plan: BufferPlan,
+    params: dict[str, nn.Parameter],
+    mesh: DeviceMesh,
+    policy: CommPolicy,
+    sync: GradientSync,
+) -> FlatBuffer:
+    """Allocates this rank's shard, copies its part of each parameter into it, and makes the sharded parameters."""
+    rank = mesh.get_local_rank()
+    like = next(iter(params.values()))
+    slots = []
+    for key, param in params.items():
+        start, stop = plan.interval(key, rank)
+        local_start = max(plan.offsets[key] - rank * plan.shard_numel, 0) if stop > start else 0
+        slots.append(ParamSlot(key, tuple(param.shape), plan.offsets[key], local_start, stop - start))
+    buffer = FlatBuffer(
+        name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.get_group(), policy, sync
+    )
+    for index, (key, param) in enumerate(params.items()):
+        local = buffer.local(buffer.shard, index)
+        start, stop = plan.interval(key, rank)
+        if not param.is_meta:
+            local.copy_(param.detach().reshape(-1)[start:stop])
+        sharded = RaggedDTensor.from_local(
+            local, mesh, [RaggedShard(*plan.ragged_shard(key))], shape=param.shape
+        )
+        buffer.params.append(_as_parameter(sharded, param, Binding(buffer, index)))
+    return buffer
+
+
+def _as_parameter(sharded: Tensor, original: nn.Parameter, binding: Binding) -> nn.Parameter:
+    param = nn.Parameter(sharded, requires_grad=original.requires_grad)
+    for key, value in vars(original).items():  # marks that libraries put on parameters
+        setattr(param, key, value)
+    param._vescale_binding = binding  # type: ignore[attr-defined]
+    return param
+
+
+def _check_arguments(module: object, reshard_after_forward: object, quantize: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard: module is {type(module).__name__}; give an nn.Module")
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise RuntimeError(
+            "fully_shard: the module was compiled already. Call fully_shard first, then torch.compile."
+        )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"fully_shard: an {type(module).__name__} has no forward, so nothing says when its parameters are "
+            "needed. Call fully_shard on each of its elements."
+        )
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; give True or False")
+    if quantize is not None:
+        raise NotImplementedError(f"fully_shard: quantize={quantize!r} is not supported; leave it None")
+
+
+def _mesh(module: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard: no process group. Call torch.distributed.init_process_group first (under torchrun, or "
+            "with rank and world_size)."
+        )
+    if mesh is None:
+        return init_device_mesh(_device_type(module), (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: mesh is {type(mesh).__name__}; give a DeviceMesh")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{_at(mesh)}fully_shard: the mesh has {mesh.ndim} dimensions; give a 1-D mesh, such as mesh['shard']"
+        )
+    return mesh
+
+
+def _device_type(module: nn.Module) -> str:
+    devices = {param.device.type for param in module.parameters()} - {"meta"}
+    if devices:
+        return devices.pop()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _check_params(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    if isinstance(module, ShardedModule) and module._vescale_unit is not None:
+        raise ValueError(f"{_at(mesh)}fully_shard: this {type(module).__name__} is a unit already")
+    for name, param in module.named_parameters():
+        if param in ignored:
+            continue
+        where = f"{_at(mesh)}fully_shard: parameter {name!r} "
+        if isinstance(param, RaggedDTensor):
+            if param.device_mesh != mesh:
+                raise ValueError(f"{where}is sharded over {param.device_mesh} already, and can't be over {mesh}")
+        elif isinstance(param, torch.distributed.tensor.DTensor):
+            raise ValueError(f"{where}is a DTensor ({param.placements}) already; shard plain parameters")
+        elif not param.is_meta and param.device.type != mesh.device_type:
+            raise ValueError(f"{where}is on {param.device}, the mesh on {mesh.device_type}: move one of them")
+        elif param.numel() == 0:
+            raise ValueError(f"{where}of shape {tuple(param.shape)} has no elements: pass it in ignored_params")
+
+
+def _at(mesh: DeviceMesh) -> str:
+    return f"[rank {mesh.get_rank()}] "

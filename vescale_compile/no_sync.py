@@ -1,0 +1,42 @@
+"""``no_sync``: gradient accumulation with one reduction."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from .sharded_module import ShardedModule
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulates gradients over micro-batches without reducing them, as DistributedDataParallel.no_sync.
+
+    What counts is where the forward runs. Backwards of forwards inside keep their gradient on each rank, summed
+    and not sharded (world_size times a shard's memory, in the reduction's dtype). The next backward of a forward
+    outside adds its own and reduces the sum, once for each unit; until then ``.grad`` does not change.
+
+    Args:
+        module: a sharded module, compiled or not; all units in it are affected.
+
+    Raises:
+        ValueError: no module in it is sharded.
+    """
+    syncs = {
+        buffer.sync
+        for part in module.modules()
+        if isinstance(part, ShardedModule) and part._vescale_unit is not None
+        for buffer in part._vescale_unit.buffers
+    }
+    if not syncs:
+        raise ValueError("no_sync: the module has no sharded parameters; call fully_shard on it first")
+    before = {sync: sync.enabled for sync in syncs}
+    try:
+        for sync in syncs:
+            sync.set_enabled(False)
+        yield
+    finally:
+        for sync, enabled in before.items():
+            sync.set_enabled(enabled)

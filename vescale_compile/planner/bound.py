@@ -1,0 +1,112 @@
+"""A proven lower bound on the shard size of one buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from vescale_compile.planner.layout import Item
+
+Items = Mapping[Item, int]
+"""What a buffer holds: how many items there are of each kind."""
+
+
+def ceil_to(value: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is at least ``value``."""
+    return -(-value // step) * step
+
+
+def freedom_threshold(item: Item) -> int:
+    """The smallest S at which ``item`` has a valid place although its block does not divide S.
+
+    Below it the block divides S. Proof: let the item, of e elements in blocks of g, cross c boundaries.
+    c = 0: e <= S. c = 1: the boundary is j blocks after the start, and each of the two parts lies in one
+    shard, so max(j * g, e - j * g) <= S for some j. c >= 2: two successive boundaries lie whole blocks after
+    the start, so their distance S is a multiple of g. Hence S < min over j of max(j * g, e - j * g), where
+    j = 0 stands for the first case, leaves only the last.
+    """
+    numel, block = item
+    half = numel // (2 * block)
+    return min(numel, *(max(j * block, numel - j * block) for j in (half, half + 1)))
+
+
+def shard_lower_bound(items: Items, world_size: int, alignment: int) -> int:
+    """A proven lower bound on S, the elements of each of m ranks, for any layout of ``items`` in one buffer.
+
+    Proof, with e elements and blocks of g in each item:
+
+    1. Volume. The m shards hold all elements: m * S >= sum of e.
+    2. Counting. For a divisor d let C(d) be the items where d divides g and e. An item is cut only at
+       multiples of its g, so a rank's share of an item in C(d) is a multiple of d, and so is the sum of its
+       shares: at most d * floor(S / d). Hence m * d * floor(S / d) >= sum of e over C(d), and
+       S >= d * ceil(sum / (m * d)).
+    3. Pigeonhole. Blocks are whole on a rank. Of the k * m + 1 largest blocks some rank holds k + 1, so S is
+       at least the sum of the k + 1 smallest of them. With k = 0: S is at least the largest block.
+    4. Division. Each item whose ``freedom_threshold`` exceeds S has a block that divides S. As S grows, fewer
+       items do; between two thresholds the set is constant, and S is a multiple of the least common multiple
+       of its blocks, and of the alignment.
+
+    1 to 3 give a floor below which no S is feasible; the bound is the smallest S from there that 4 allows.
+    """
+    floor = max(
+        ceil_to(sum(item.numel * count for item, count in items.items()), world_size) // world_size,
+        _counting_floor(items, world_size),
+        _pigeonhole_floor(items, world_size),
+    )
+    return next(admissible_shards(items, floor, alignment))
+
+
+def admissible_shards(items: Items, floor: int, alignment: int, within: int | None = None) -> Iterator[int]:
+    """The S >= ``floor``, ascending, that division (see ``shard_lower_bound``) and the alignment allow.
+
+    Args:
+        within: of each range between two thresholds, only the first so many; ``None`` lists all.
+    """
+    thresholds = sorted((freedom_threshold(item), item.block) for item in items)
+    starts = [floor, *sorted({t for t, _ in thresholds if t > floor})]
+    for low, high in pairwise([*starts, None]):
+        assert low is not None
+        step = math.lcm(alignment, *(block for threshold, block in thresholds if threshold > low))
+        shard, listed = ceil_to(max(low, 1), step), 0
+        while (high is None or shard < high) and (within is None or listed < within):
+            yield shard
+            shard, listed = shard + step, listed + 1
+
+
+def divisors(items: Items, limit: int = 24) -> list[int]:
+    """The grids that items share: gcd(g, e) of each item, closed under gcd, at most ``limit`` of them."""
+    found: set[int] = set()
+    for own in sorted({math.gcd(item.block, item.numel) for item in items}, reverse=True):
+        found |= {own} | {math.gcd(own, other) for other in found}
+        if len(found) >= limit:
+            break
+    return sorted(found)[:limit]
+
+
+def _counting_floor(items: Items, world_size: int) -> int:
+    floor = 0
+    for d in divisors(items):
+        total = sum(e * count for (e, g), count in items.items() if e % d == 0 and g % d == 0)
+        floor = max(floor, ceil_to(total, world_size * d) // world_size)
+    return floor
+
+
+def _pigeonhole_floor(items: Items, world_size: int, layers: int = 8) -> int:
+    runs: dict[int, int] = {}
+    for (e, g), count in items.items():
+        runs[g] = runs.get(g, 0) + count * (e // g)
+        if e % g:
+            runs[e % g] = runs.get(e % g, 0) + count
+    sizes = sorted(runs.items(), reverse=True)
+    floor = sizes[0][0]
+    for k in range(1, layers):
+        first, last = k * world_size - k, k * world_size
+        total = position = 0
+        for size, count in sizes:
+            total += size * max(0, min(position + count, last + 1) - max(position, first))
+            position += count
+        if position <= last:
+            break
+        floor = max(floor, total)
+    return floor

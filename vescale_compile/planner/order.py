@@ -1,0 +1,85 @@
+"""Orders of items in a buffer, for one shard size: exact for few items, greedy for many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vescale_compile.planner.bound import Items
+from vescale_compile.planner.layout import Item, earliest_start
+
+
+def exact_order(kinds: Items, shard: int, limit: int) -> list[Item] | None:
+    """An order that fits ``limit`` elements, or ``None`` if there is none.
+
+    Dynamic program over the multisets of placed items. For each it keeps the earliest end of any order: since
+    ``earliest_start`` is monotone, whatever follows does best after the earliest end. Its cost is the number
+    of multisets (the product of count + 1) times the number of kinds.
+    """
+    items = list(kinds)
+    weights, states = [], 1
+    for item in items:
+        weights.append(states)
+        states *= kinds[item] + 1
+    ends: list[int | None] = [None] * states
+    last = [-1] * states
+    ends[0] = 0
+    for state in range(states):
+        position = ends[state]
+        if position is None:
+            continue
+        for index, item in enumerate(items):
+            if state // weights[index] % (kinds[item] + 1) == kinds[item]:
+                continue
+            start = earliest_start(position, item, shard)
+            if start is None:
+                return None
+            end = start + item.numel
+            if end > limit:
+                continue
+            target = state + weights[index]
+            known = ends[target]
+            if known is None or end < known:
+                ends[target], last[target] = end, index
+    if ends[-1] is None:
+        return None
+    order, state = [], states - 1
+    while state:
+        order.append(items[last[state]])
+        state -= weights[last[state]]
+    return order[::-1]
+
+
+def greedy_order(kinds: Items, preference: Sequence[Item], shard: int, limit: int) -> list[Item] | None:
+    """An order that fits ``limit`` elements, if this rule finds one.
+
+    At each position comes the first kind, in order of preference, that needs no padding before it. If all
+    need some, the one that needs least comes, after the largest items that fit in its gap.
+
+    Args:
+        preference: the kinds of items, most preferred first; each has a valid place in such shards.
+    """
+    left = dict(kinds)
+    order: list[Item] = []
+    position = 0
+    remaining = [item for item in preference if left[item]]
+    while remaining:
+        best, best_start = remaining[0], limit + 1
+        for item in remaining:
+            start = earliest_start(position, item, shard)
+            assert start is not None
+            if start < best_start:
+                best, best_start = item, start
+                if start == position:
+                    break
+        for item in sorted(remaining, reverse=True) if best_start > position else ():
+            while left[item] > (item is best) and position + item.numel <= best_start:
+                order.append(item)
+                left[item] -= 1
+                position += item.numel
+        position = best_start + best.numel
+        if position > limit:
+            return None
+        order.append(best)
+        left[best] -= 1
+        remaining = [item for item in remaining if left[item]]
+    return order

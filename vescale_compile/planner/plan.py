@@ -1,0 +1,167 @@
+"""The planner's answer: buffers, each with every tensor's offset, every rank's share and the padding."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from vescale_compile.planner.bound import shard_lower_bound
+from vescale_compile.planner.drawing import draw_buffer
+from vescale_compile.planner.layout import Layout
+from vescale_compile.planner.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One buffer of ``world_size`` equal shards and the tensors in it.
+
+    Args:
+        tensors: the tensors, in the order in which they lie in the buffer.
+        layout: their places; it has checked itself. Plans of equal content share it.
+        lower_bound: no layout of these tensors in one buffer has fewer elements for each rank (proven).
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    layout: Layout
+    lower_bound: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.layout.world_size
+
+    @property
+    def shard_numel(self) -> int:
+        """S: elements of each rank, padding included, the same on every rank."""
+        return self.layout.shard_numel
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """First element of each tensor in the buffer of ``world_size * shard_numel`` elements."""
+        return {tensor.name: start for tensor, start in zip(self.tensors, self.layout.starts, strict=True)}
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the tensors."""
+        return sum(item.numel for item in self.layout.items)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the buffer that belong to no tensor."""
+        return self.world_size * self.shard_numel - self.numel
+
+    @property
+    def padding_percent(self) -> float:
+        """Padding in per cent of the tensors' elements."""
+        return 100 * self.padding_numel / self.numel
+
+    @property
+    def gap_percent(self) -> float:
+        """How far S lies above its proven lower bound, in per cent of the bound; 0 means optimal."""
+        return 100 * (self.shard_numel / self.lower_bound - 1)
+
+    @cached_property
+    def _by_name(self) -> dict[str, TensorSpec]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    def _find(self, name: str) -> TensorSpec:
+        if name not in self._by_name:
+            raise KeyError(f"no tensor {name!r} in this buffer; it holds {', '.join(self._by_name)}")
+        return self._by_name[name]
+
+    def interval(self, name: str, rank: int) -> tuple[int, int]:
+        """The elements [start, end) of tensor ``name`` that ``rank`` holds, counted in the flattened tensor.
+
+        An empty share is (n, n). In the rank's shard they begin at element
+        ``max(offsets[name] - rank * shard_numel, 0)``.
+
+        Raises:
+            KeyError: no such tensor in this buffer.
+            ValueError: no such rank.
+        """
+        tensor = self._find(name)
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} of tensor {name!r}: ranks are 0 to {self.world_size - 1}")
+        low = rank * self.shard_numel - self.offsets[name]
+        start = min(max(low, 0), tensor.numel)
+        return start, min(max(low + self.shard_numel, 0), tensor.numel)
+
+    def intervals(self, name: str) -> tuple[tuple[int, int], ...]:
+        """``interval`` of every rank, rank 0 first."""
+        return tuple(self.interval(name, rank) for rank in range(self.world_size))
+
+    def ragged_shard(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """``(dims, local_units)`` of the ``RaggedShard`` placement that this layout gives tensor ``name``.
+
+        A unit is a block where the blocks divide the tensor evenly, and otherwise the largest size that
+        divides both: no rank's share needs a finer one.
+        """
+        tensor = self._find(name)
+        unit = math.gcd(tensor.block_numel, tensor.numel)
+        return tensor.ragged_dims, tuple((end - start) // unit for start, end in self.intervals(name))
+
+    def __str__(self) -> str:
+        return draw_buffer(self)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The buffers of one unit, whose tensors are gathered, and their gradients reduced, at the same time.
+
+    Args:
+        buffers: at least one; more where dtypes differ or where blocks that do not suit one another would
+            inflate a common shard.
+    """
+
+    buffers: tuple[BufferPlan, ...]
+
+    def __post_init__(self) -> None:
+        names = [tensor.name for buffer in self.buffers for tensor in buffer.tensors]
+        if len(set(names)) < len(names):
+            repeated = next(name for name, times in Counter(names).items() if times > 1)
+            raise ValueError(f"tensor {repeated!r} is given more than once; names in a unit are unique")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensors, over all buffers."""
+        return sum(buffer.numel for buffer in self.buffers)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of each rank, over all buffers."""
+        return sum(buffer.shard_numel for buffer in self.buffers)
+
+    @property
+    def lower_bound(self) -> int:
+        """Sum of the buffers' proven bounds: what this split could reach at best."""
+        return sum(buffer.lower_bound for buffer in self.buffers)
+
+    @cached_property
+    def joint_lower_bound(self) -> int:
+        """Proven bound on the elements of each rank without a split: one buffer for each itemsize."""
+        joint: dict[int, list[BufferPlan]] = {}
+        for buffer in self.buffers:
+            joint.setdefault(buffer.tensors[0].itemsize, []).append(buffer)
+        return sum(
+            shard_lower_bound(
+                Counter(item for buffer in buffers for item in buffer.layout.items),
+                buffers[0].world_size,
+                buffers[0].layout.alignment,
+            )
+            for buffers in joint.values()
+        )
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that belong to no tensor, over all buffers."""
+        return sum(buffer.padding_numel for buffer in self.buffers)
+
+    @property
+    def padding_percent(self) -> float:
+        """Padding in per cent of the tensors' elements."""
+        return 100 * self.padding_numel / self.numel
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.buffers))

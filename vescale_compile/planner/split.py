@@ -1,0 +1,78 @@
+"""Which tensors of a unit share a buffer.
+
+Blocks that do not suit one another inflate a common shard: where many boundaries cut them all, S is a
+multiple of their least common multiple. Apart, each buffer needs only a multiple of its own blocks, at the
+price of one more collective each way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from vescale_compile.planner.bound import shard_lower_bound
+from vescale_compile.planner.layout import Item
+from vescale_compile.planner.search import Found, search
+
+SPLIT_SAVING = 0.01
+"""A further buffer must save this share of the unit's elements: about what its extra collective costs."""
+
+MOST_CLASSES = 7
+"""Block sizes that are told apart; their partitions are enumerated. The smallest ones stay together."""
+
+
+def split(items: Sequence[Item], world_size: int, alignment: int, *, keep_order: bool) -> list[Found]:
+    """The buffers, their items and layouts, that minimize elements for each rank plus the price of buffers.
+
+    Items with the same block share a buffer. The best partition is found over proven lower bounds first; the
+    bounds of its buffers are then replaced by the shard sizes that the search reaches, until the best
+    partition consists of these alone. So nothing is laid out that could not have been part of the answer.
+    """
+    kinds = Counter(items)
+    classes = _classes({item.block for item in kinds}, alignment)
+    price = SPLIT_SAVING * sum(item.numel for item in items) / world_size
+    chosen = [
+        set().union(*(block for i, block in enumerate(classes) if mask >> i & 1))
+        for mask in range(1 << len(classes))
+    ]
+    cost = [0] + [
+        shard_lower_bound({i: n for i, n in kinds.items() if i.block in blocks}, world_size, alignment)
+        for blocks in chosen[1:]
+    ]
+    solved: dict[int, Found] = {}
+    while True:
+        parts = _cheapest_partition(cost, price)
+        unsolved = [mask for mask in parts if mask not in solved]
+        if not unsolved:
+            return [solved[mask] for mask in parts]
+        for mask in unsolved:
+            part = [item for item in items if item.block in chosen[mask]]
+            solved[mask] = search(part, world_size, alignment, keep_order=keep_order)
+            cost[mask] = solved[mask].shard
+
+
+def _classes(found: set[int], alignment: int) -> list[set[int]]:
+    """Block sizes, largest first, one class each, but one for all that divide the alignment or are too many."""
+    blocks = sorted(found, reverse=True)
+    apart = [block for block in blocks if alignment % block][: MOST_CLASSES - 1]
+    rest = found - set(apart)
+    return [{block} for block in apart] + ([rest] if rest else [])
+
+
+def _cheapest_partition(cost: Sequence[int], price: float) -> list[int]:
+    """The masks of a partition of all classes with the least sum of cost and price; dynamic over subsets."""
+    best: list[tuple[float, tuple[int, ...]]] = [(-price, ())]
+    for mask in range(1, len(cost)):
+        first = mask & -mask
+        rest = mask ^ first
+        candidate: tuple[float, tuple[int, ...]] = (math.inf, ())
+        part = rest
+        while True:
+            total, others = best[rest ^ part]
+            candidate = min(candidate, (total + cost[part | first] + price, (part | first, *others)))
+            if not part:
+                break
+            part = (part - 1) & rest
+        best.append(candidate)
+    return list(best[-1][1])

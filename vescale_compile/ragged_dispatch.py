@@ -1,0 +1,295 @@
+"""Which ATen operations a RaggedDTensor knows, and how each runs on the local tensors.
+
+An allow-list. Running any operation on the flat locals would often be wrong without an error (``p.norm(dim=1)``,
+``p.view(-1)``, ``torch.allclose(p, q)``), so each operation is of one of the kinds below, or raises RaggedShardError.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from vescale_compile import ragged_reductions
+from vescale_compile.ragged_dtensor import RaggedDTensor, wrap
+from vescale_compile.ragged_lists import run_on_lists
+from vescale_compile.ragged_local import first_ragged, my_slice, refuse, same_layout, scalar_operand
+from vescale_compile.ragged_shard import RaggedShard
+
+aten = torch.ops.aten
+
+Handler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `func`, at least one of whose arguments is a RaggedDTensor.
+
+    Raises:
+        RaggedShardError: the operation needs elements that this rank does not hold, or mixes layouts.
+    """
+    return _handler(func)(func, args, kwargs)
+
+
+@functools.cache
+def _handler(func: OpOverload) -> Handler:
+    if func in _HANDLERS:
+        return _HANDLERS[func]
+    if _is_elementwise_on_lists(func):
+        return run_on_lists
+    if _is_elementwise(func):
+        return _elementwise
+    return _unsupported
+
+
+def _is_elementwise(func: OpOverload) -> bool:
+    """Tagged pointwise, or the in-place form of such an operation (not all of those carry the tag)."""
+    # torch.equal is tagged too, but returns one bool; random ones draw for the whole tensor.
+    if torch.Tag.nondeterministic_seeded in func.tags or func is aten.equal.default:
+        return False
+    if torch.Tag.pointwise in func.tags:
+        return True
+    name, overload = func._opname, func._overloadname
+    if (
+        func.namespace != "aten"
+        or not name.endswith("_")
+        or name.startswith("_")
+        or not hasattr(aten, name[:-1])
+    ):
+        return False
+    functional = getattr(aten, name[:-1])
+    return any(
+        torch.Tag.pointwise in getattr(functional, o).tags for o in (overload,) if o in functional.overloads()
+    )
+
+
+def _is_elementwise_on_lists(func: OpOverload) -> bool:
+    name = func._opname
+    if func.namespace != "aten" or func._overloadname.endswith("out"):
+        return False
+    if name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"):
+        return True
+    if not name.startswith("_foreach_"):
+        return False
+    base = name.removeprefix("_foreach_").removesuffix("_")
+    if base in ("copy", "zero"):
+        return True
+    # Not _foreach_max, _foreach_norm, _foreach_mm: no overload of theirs by these names is elementwise.
+    packet = getattr(aten, base, None)
+    overloads = ("default", "Tensor", "Tensor_Tensor", "Scalar")
+    return any(torch.Tag.pointwise in getattr(getattr(packet, o, None), "tags", ()) for o in overloads)
+
+
+def _unsupported(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    refuse(func, first_ragged(args, kwargs), "it needs elements that other ranks hold")
+
+
+def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = first_ragged(args, kwargs)
+    values = [_operand(func, like, value) for value in args]
+    options = {name: _operand(func, like, value) for name, value in kwargs.items()}
+    if func._schema.is_mutable:
+        written = kwargs.get("out", args[0])
+        if not isinstance(written, RaggedDTensor):
+            refuse(func, like, f"it would write to a plain tensor of shape {tuple(written.shape)}")
+        func(*values, **options)
+        return written
+    result = func(*values, **options)
+    if isinstance(result, torch.Tensor):
+        return wrap(result, like._spec)
+    return tuple(wrap(part, like._spec) for part in result)
+
+
+def _operand(func: OpOverload, like: RaggedDTensor, value: Any) -> Any:
+    if isinstance(value, RaggedDTensor):
+        if not same_layout(like, value):
+            refuse(
+                func,
+                like,
+                f"the other tensor is {value!r}; redistribute one of them, or take the same shapes",
+            )
+        return value._local_tensor
+    if isinstance(value, torch.Tensor):
+        value = scalar_operand(func, like, value)
+        # The local of a 0-dim tensor has one dimension, which would win over the other's dtype.
+        return value.reshape(1) if like.ndim == 0 else value
+    return value
+
+
+def _like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedDTensor:
+    """A new tensor of the first argument's layout, made of its local."""
+    return wrap(func(args[0]._local_tensor, *args[1:], **kwargs), args[0]._spec)
+
+
+def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same elements in the same shape."""
+    tensor: RaggedDTensor = args[0]
+    if len(args) > 1:
+        size = args[1]
+        if len(size) != tensor.ndim or any(s not in (-1, d) for s, d in zip(size, tensor.shape, strict=True)):
+            refuse(func, tensor, f"a view of shape {tuple(size)}")
+    alias = wrap(aten.alias.default(tensor._local_tensor), tensor._spec)
+    return return_and_correct_aliasing(func, args, kwargs, alias)
+
+
+def _rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor[i]`` and ``tensor[i:j]``: each rank's elements of those rows, aliased."""
+    tensor: RaggedDTensor = args[0]
+    dim, *bounds = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    if dim % tensor.ndim or (func is aten.slice.Tensor and bounds[2] != 1):
+        refuse(func, tensor, "only runs of rows (dimension 0, step 1) are in one piece on each rank")
+    if func is aten.select.int:
+        first, last, shape = bounds[0] % tensor.shape[0], bounds[0] % tensor.shape[0] + 1, tensor.shape[1:]
+    else:
+        first, last, _ = slice(*bounds).indices(tensor.shape[0])
+        shape = torch.Size((last - first, *tensor.shape[1:]))
+    row = math.prod(tensor.shape[1:])
+    held = tensor.placements[0].intervals(tensor.shape)  # type: ignore[attr-defined]
+    pieces = [(max(start, first * row), min(stop, last * row)) for start, stop in held]
+    counts = [max(stop - start, 0) for start, stop in pieces]
+    if sum(counts) == 0:
+        refuse(func, tensor, "a view without elements")
+    rank = tensor.device_mesh.get_local_rank()
+    begin = pieces[rank][0] - held[rank][0] if counts[rank] else 0
+    rows = RaggedDTensor.from_local(
+        tensor._local_tensor[begin : begin + counts[rank]],
+        tensor.device_mesh,
+        [RaggedShard(range(len(shape)), counts)],
+        shape=shape,
+    )
+    return return_and_correct_aliasing(func, args, kwargs, rows)
+
+
+def _new(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.new_empty(size)`` and its kin: of the same layout if `size` is the global shape, else plain."""
+    tensor, size, *rest = args
+    local = tensor._local_tensor
+    if torch.Size(size) != tensor.shape:
+        return func(local, *args[1:], **kwargs)
+    if func is aten.new_empty_strided.default:
+        return wrap(aten.new_empty.default(local, local.shape, **kwargs), tensor._spec)
+    return wrap(func(local, local.shape, *rest, **kwargs), tensor._spec)
+
+
+def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """From a tensor of the same layout, or from a plain tensor that every rank holds whole."""
+    target, source, *rest = args
+    if not isinstance(target, RaggedDTensor):
+        refuse(func, source, f"it would write to a plain tensor of shape {tuple(target.shape)}")
+    if isinstance(source, RaggedDTensor) or source.ndim == 0:
+        return _elementwise(func, args, kwargs)
+    if isinstance(source, DTensor):
+        refuse(
+            func,
+            target,
+            f"the source is placed by {source.placements}; vescale_compile.ragged_redistribute."
+            f"to_ragged places it alike",
+        )
+    func(target._local_tensor, my_slice(source.expand(target.shape), target), *rest, **kwargs)
+    return target
+
+
+def _write_where(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor[mask] = number``, the mask being of the same layout."""
+    target, indices, value, *rest = args
+    if not isinstance(target, RaggedDTensor) or len(indices) != 1 or indices[0].dtype != torch.bool:
+        refuse(func, first_ragged((*args, *indices), kwargs), "only a mask of the same layout can index it")
+    mask = _operand(func, target, indices[0])
+    func(target._local_tensor, [mask], scalar_operand(func, target, value), *rest, **kwargs)
+    return target
+
+
+def _draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Random values in place: drawn for the whole tensor, so that they are those of the unsharded one."""
+    target: RaggedDTensor = args[0]
+    func(whole := _empty_whole(target), *args[1:], **kwargs)
+    target._local_tensor.copy_(my_slice(whole, target))
+    return target
+
+
+def _draw_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A new tensor of random values, drawn for the whole tensor."""
+    whole = func(_empty_whole(args[0]), *args[1:], **kwargs)
+    return wrap(my_slice(whole, args[0]).clone(), args[0]._spec)
+
+
+def _eye(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``torch.eye(n, m, out=tensor)``, as ``torch.nn.init.eye_`` calls it."""
+    target: RaggedDTensor = kwargs["out"]
+    func(*args, out=(whole := _empty_whole(target)))
+    target._local_tensor.copy_(my_slice(whole, target))
+    return target
+
+
+def _empty_whole(tensor: RaggedDTensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+_HANDLERS: dict[OpOverload, Handler] = {
+    **dict.fromkeys(
+        (
+            aten._to_copy.default,
+            aten.clone.default,
+            aten.empty_like.default,
+            aten.full_like.default,
+            aten.ones_like.default,
+            aten.zeros_like.default,
+        ),
+        _like,
+    ),
+    **dict.fromkeys(
+        (
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+            aten.new_full.default,
+            aten.new_ones.default,
+            aten.new_zeros.default,
+        ),
+        _new,
+    ),
+    **dict.fromkeys((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), _elementwise),
+    **dict.fromkeys(
+        (aten.alias.default, aten.detach.default, aten.expand.default, aten.view.default), _alias
+    ),
+    **dict.fromkeys((aten.select.int, aten.slice.Tensor), _rows),
+    aten.copy_.default: _copy,
+    aten.index_put_.default: _write_where,
+    **dict.fromkeys(
+        (
+            aten.bernoulli_.float,
+            aten.cauchy_.default,
+            aten.exponential_.default,
+            aten.geometric_.default,
+            aten.log_normal_.default,
+            aten.normal_.default,
+            getattr(aten.random_, "from"),
+            aten.random_.default,
+            aten.random_.to,
+            aten.uniform_.default,
+        ),
+        _draw,
+    ),
+    **dict.fromkeys(
+        (
+            aten.rand_like.default,
+            aten.randint_like.default,
+            aten.randint_like.low_dtype,
+            aten.randn_like.default,
+        ),
+        _draw_like,
+    ),
+    aten.eye.m_out: _eye,
+    aten.eye.out: _eye,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: ragged_reductions.unscale_and_find_inf,
+    aten._foreach_norm.Scalar: ragged_reductions.foreach_norm,
+    aten.all.default: ragged_reductions.all_nonzero,
+    aten.any.default: ragged_reductions.any_nonzero,
+    aten.linalg_vector_norm.default: ragged_reductions.vector_norm,
+    aten.mean.default: ragged_reductions.total,
+    aten.sum.default: ragged_reductions.total,
+}

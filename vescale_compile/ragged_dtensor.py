@@ -1,0 +1,250 @@
+"""RaggedDTensor: a DTensor placed by RaggedShard, whose local tensor is a flat run of the whole tensor's elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+# Private: DTensor's own constructor takes a spec, and no public function returns a subclass of DTensor.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Private: optimizers and clip_grad_norm_ take their foreach form only for the tensor types in these two lists.
+from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
+
+from vescale_compile.ragged_shard import RaggedShard
+
+
+class RaggedDTensor(DTensor):
+    """A tensor of the global shape, of which this rank holds one contiguous run of elements (RaggedShard).
+
+    Elementwise operations, ``torch.optim`` steps and initialization run on the local tensor; norms and full
+    reductions reduce over the mesh. Any other operation raises RaggedShardError: nothing is gathered in silence.
+    Inside the forward of a module given to ``fully_shard``, its parameters are whole tensors instead.
+    """
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        requires_grad: bool = False,
+    ) -> RaggedDTensor:
+        """Makes a RaggedDTensor of this rank's elements, without communication or copy.
+
+        Args:
+            local_tensor: contiguous, one-dimensional, with as many elements as the placement gives this rank.
+            device_mesh: a one-dimensional mesh that this rank belongs to.
+            placements: one RaggedShard with one count of units for each rank of the mesh.
+            shape: the global shape.
+            stride: the global strides; only the row-major ones of `shape` are possible.
+            requires_grad: makes the result a leaf that requires gradients. Otherwise the result is differentiable
+                with respect to `local_tensor`, as with ``DTensor.from_local``.
+
+        Raises:
+            ValueError: an argument does not fit the others; the message names the rank.
+        """
+        shape = torch.Size(shape)
+        placement = check_layout(device_mesh, placements, shape)
+        rank = device_mesh.get_local_rank()
+        where = f"RaggedDTensor.from_local on rank {rank} of {device_mesh.size()}"
+        if stride is not None and tuple(stride) != row_major_strides(shape):
+            raise ValueError(
+                f"{where}: strides {tuple(stride)} for shape {tuple(shape)}; RaggedShard cuts row-major tensors, "
+                f"whose strides are {row_major_strides(shape)}. Call .contiguous() on the whole tensor first."
+            )
+        start, stop = placement.intervals(shape)[rank]
+        if local_tensor.shape != (stop - start,) or not local_tensor.is_contiguous():
+            raise ValueError(
+                f"{where}: {placement} gives this rank elements [{start}, {stop}) of shape {tuple(shape)}; the local "
+                f"tensor must be contiguous with shape {(stop - start,)}, got shape {tuple(local_tensor.shape)} and "
+                f"strides {local_tensor.stride()}"
+            )
+        if local_tensor.device.type not in (device_mesh.device_type, "meta"):
+            raise ValueError(
+                f"{where}: the local tensor is on {local_tensor.device}, the mesh on {device_mesh.device_type}"
+            )
+        spec = DTensorSpec(
+            device_mesh,
+            (placement,),
+            tensor_meta=TensorMeta(shape, row_major_strides(shape), local_tensor.dtype),
+        )
+        if requires_grad:
+            return wrap(local_tensor.detach(), spec, requires_grad=True)
+        return _FromLocal.apply(local_tensor, spec)  # type: ignore[return-value]
+
+    def with_local(self, local: torch.Tensor) -> RaggedDTensor:
+        """This tensor's mesh, placement and global shape around another local tensor, which is aliased.
+
+        Args:
+            local: one-dimensional, contiguous, with as many elements as this tensor's own; any dtype and device.
+
+        The result is detached from autograd.
+        """
+        if local.shape != self._local_tensor.shape or not local.is_contiguous():
+            raise ValueError(
+                f"with_local on {self!r}: the local tensor must be contiguous with shape "
+                f"{tuple(self._local_tensor.shape)}, got shape {tuple(local.shape)} and strides {local.stride()}"
+            )
+        return wrap(local, self._spec)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's elements, one-dimensional, aliasing this tensor. Differentiable.
+
+        Args:
+            grad_placements: the placement of the gradient that will flow back, by default this tensor's own.
+        """
+        if not torch.is_grad_enabled():
+            return self._local_tensor
+        placements = self.placements if grad_placements is None else tuple(grad_placements)
+        if placements != self.placements:
+            raise NotImplementedError(
+                f"to_local on {self!r}: grad_placements {placements}; the gradient of a flat shard can only be placed "
+                f"as the tensor is"
+            )
+        return _ToLocal.apply(self)  # type: ignore[return-value]
+
+    def redistribute(  # type: ignore[override]
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    ) -> DTensor:
+        """This tensor under another placement of the same mesh. Differentiable; every rank must call it.
+
+        Args:
+            device_mesh: this tensor's mesh (the default); moving to another is not possible.
+            placements: one RaggedShard, Replicate or Shard.
+
+        Returns:
+            A RaggedDTensor for a RaggedShard, else a DTensor.
+        """
+        from vescale_compile.ragged_redistribute import redistribute
+
+        if placements is None:
+            raise ValueError(f"redistribute on {self!r}: placements is needed")
+        return redistribute(self, device_mesh or self.device_mesh, placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, gathered on every rank; every rank must call it.
+
+        Differentiable: the gradient is taken as placed by `grad_placements`, by default Replicate, as with
+        ``DTensor.full_tensor``. ``[Partial()]`` sums what the ranks' losses contribute.
+        """
+        replicated = self.redistribute(placements=[Replicate()])
+        if not torch.is_grad_enabled():
+            return replicated.to_local()
+        return replicated.to_local(grad_placements=grad_placements or [Replicate()])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        mesh, placement = self.device_mesh, self.placements[0]
+        assert isinstance(placement, RaggedShard)
+        rank = mesh.get_local_rank()
+        start, stop = placement.intervals(self.shape)[rank]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, {placement}, "
+            f"rank {rank} of {mesh.size()} holds [{start}, {stop}){grad})"
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> RaggedDTensor:
+        # What DTensor puts into flatten_spec and inner_tensors differs between PyTorch versions.
+        plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return wrap(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from vescale_compile.ragged_dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+
+for _types in (_optim_foreach_types, _utils_foreach_types):
+    _types.append(RaggedDTensor)
+
+
+def distribute_ragged(full: torch.Tensor, device_mesh: DeviceMesh, placement: RaggedShard) -> RaggedDTensor:
+    """This rank's share of a tensor that every rank holds whole: a copy of a slice, no communication.
+
+    Differentiable: the gradient is gathered.
+    """
+    from vescale_compile.ragged_redistribute import to_ragged
+
+    return to_ragged(DTensor.from_local(full, device_mesh, [Replicate()], run_check=False), placement)
+
+
+def wrap(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> RaggedDTensor:
+    """A RaggedDTensor that aliases `local`, with `spec`'s layout and `local`'s dtype. Nothing is checked."""
+    assert spec.tensor_meta is not None
+    if spec.tensor_meta.dtype != local.dtype:
+        spec = DTensorSpec(
+            spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype)
+        )
+    # DTensor's constructor copies the local's storage offset to the wrapper, which has no storage to match, and
+    # deepcopy and torch.save then fail: make it of a tensor at offset 0.
+    origin = local if local.storage_offset() == 0 else local.new_empty(0)
+    tensor: RaggedDTensor = RaggedDTensor(origin, spec, requires_grad=requires_grad)
+    if origin is not local:
+        tensor._local_tensor = local
+    return tensor
+
+
+def check_layout(
+    device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> RaggedShard:
+    """The placement, if mesh, placement and global shape fit each other; ValueError if not."""
+    if device_mesh.ndim != 1:
+        raise ValueError(
+            f"RaggedShard needs a one-dimensional mesh, got {device_mesh}; index it by dimension name"
+        )
+    if device_mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not part of {device_mesh}")
+    if len(placements) != 1 or not isinstance(placements[0], RaggedShard):
+        raise ValueError(f"a RaggedDTensor has one RaggedShard placement, got {tuple(placements)}")
+    placement = placements[0]
+    if len(placement.local_units) != device_mesh.size():
+        raise ValueError(
+            f"rank {device_mesh.get_local_rank()}: {placement} counts units for {len(placement.local_units)} ranks, "
+            f"the mesh has {device_mesh.size()}"
+        )
+    placement.unit_numel(shape)
+    return placement
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `shape`."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:  # type: ignore[override]
+        ctx.spec = spec
+        return wrap(local.view_as(local), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        from vescale_compile.ragged_redistribute import redistribute
+
+        return redistribute(grad, ctx.spec.mesh, ctx.spec.placements).to_local(), None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.spec = tensor._spec
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:  # type: ignore[override]
+        return wrap(grad.contiguous(), ctx.spec)

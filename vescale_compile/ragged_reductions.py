@@ -1,0 +1,129 @@
+"""Norms and full reductions of RaggedDTensors: plain tensors, the same on every rank, by one all-reduce each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from vescale_compile.ragged_dtensor import RaggedDTensor
+from vescale_compile.ragged_local import common_mesh, first_ragged, refuse
+
+
+def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``torch.linalg.vector_norm`` over all dimensions."""
+    tensor, order, dim, keepdim = (*args, *(2, None, False)[len(args) - 1 :])
+    if not isinstance(order, int | float):
+        order = 2
+    if dim is not None and sorted(d % tensor.ndim for d in dim) != list(range(tensor.ndim)):
+        refuse(func, tensor, f"a norm over dimensions {tuple(dim)} alone")
+    (norm,) = _norms(func, tensor, [tensor], order, kwargs.get("dtype"))
+    return norm.reshape((1,) * tensor.ndim) if keepdim else norm
+
+
+def foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The norm of every tensor in a list, which may also hold plain tensors and DTensors of the same mesh."""
+    tensors, order, dtype = (*args, *(2, None)[len(args) - 1 :])
+    return _norms(func, first_ragged(args, kwargs), tensors, order, kwargs.get("dtype", dtype))
+
+
+def unscale_and_find_inf(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler's division of gradients by the scale; a non-finite one is found on every rank, or on none."""
+    tensors, found_inf, inverse_scale = args
+    mesh = common_mesh(func, first_ragged(args, kwargs), tensors)
+    func([_local(tensor) for tensor in tensors], found_inf, inverse_scale)
+    found_inf.copy_(_all_reduce(found_inf, "max", mesh))
+
+
+def any_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.any()`` over the whole tensor."""
+    local = func(args[0]._local_tensor)
+    return _all_reduce(local.to(torch.int32), "max", args[0].device_mesh).to(local.dtype)
+
+
+def all_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.all()`` over the whole tensor."""
+    local = func(args[0]._local_tensor)
+    return _all_reduce(local.to(torch.int32), "min", args[0].device_mesh).to(local.dtype)
+
+
+def total(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.sum()`` and ``tensor.mean()`` over the whole tensor, added in at least single precision."""
+    tensor: RaggedDTensor = args[0]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        # Autograd would expand the gradient to a plain tensor of the global shape.
+        refuse(func, tensor, "its gradient would be a whole plain tensor")
+    dtype = func(torch.empty(0, dtype=tensor.dtype, device="meta"), **kwargs).dtype
+    local = tensor._local_tensor.to(torch.float32 if _is_short_float(dtype) else dtype)
+    result = _all_reduce(local.sum(), "sum", tensor.device_mesh)
+    if func is torch.ops.aten.mean.default:
+        result = result / tensor.numel()
+    return result.to(dtype)
+
+
+def _norms(
+    func: OpOverload,
+    like: RaggedDTensor,
+    tensors: list[torch.Tensor],
+    order: float,
+    dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    """Every tensor's norm. The powers of the sharded ones' local norms are summed in double precision."""
+    mesh = common_mesh(func, like, tensors)
+    norms = [_local_norm(tensor, order, dtype) for tensor in tensors]
+    sharded = [i for i, tensor in enumerate(tensors) if _is_sharded(func, like, tensor)]
+    values = torch.stack([norms[i].to(torch.float64) for i in sharded])
+    if math.isinf(order):
+        values = _all_reduce_max(values, mesh) if order > 0 else -_all_reduce_max(-values, mesh)
+    elif order == 0:
+        values = _all_reduce(values, "sum", mesh)
+    else:
+        values = _all_reduce(values**order, "sum", mesh) ** (1.0 / order)
+    for i, value in zip(sharded, values.unbind(), strict=True):
+        norms[i] = value
+    return [norm.to(dtype or tensor.dtype.to_real()) for norm, tensor in zip(norms, tensors, strict=True)]
+
+
+def _local_norm(tensor: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    local = _local(tensor)
+    if dtype is None and _is_short_float(local.dtype):
+        dtype = torch.float32
+    if local.numel() == 0 and (order < 0 or math.isinf(order)):
+        # What an empty set adds to a minimum, a maximum, or a sum of negative powers.
+        return local.new_full((), 0.0 if order > 0 else math.inf, dtype=torch.float64)
+    return torch.linalg.vector_norm(local, order, dtype=dtype)
+
+
+def _is_sharded(func: OpOverload, like: RaggedDTensor, tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    if any(placement.is_partial() for placement in tensor.placements):
+        refuse(
+            func, like, f"the list also holds a tensor placed by {tensor.placements}; redistribute it first"
+        )
+    return not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _is_short_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _all_reduce(values: torch.Tensor, op: str, mesh: DeviceMesh) -> torch.Tensor:
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.all_reduce(values, op, mesh.get_group().group_name))
+
+
+def _all_reduce_max(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The maxima, NaN where any rank has NaN: backends' own maxima may drop it."""
+    nan = values.isnan()
+    both = torch.stack([values.masked_fill(nan, -math.inf), nan.to(values.dtype)])
+    maxima, any_nan = _all_reduce(both, "max", mesh)
+    return maxima.masked_fill(any_nan > 0, math.nan)

@@ -1,0 +1,103 @@
+"""RaggedShard: the placement that cuts a tensor into contiguous, unequal runs of whole blocks.
+
+The idea is veScale-FSDP's (arXiv 2602.22437): a rank's share is counted in units that quantizers and matrix
+optimizers need whole, and ranks may hold different numbers of units, or none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Placement
+
+
+class RaggedShardError(NotImplementedError):
+    """An operation that would need elements which this rank does not hold."""
+
+
+@dataclass(frozen=True, init=False)
+class RaggedShard(Placement):
+    """A tensor, flattened row-major, dealt out in rank order in whole units.
+
+    Args:
+        dims: the leading dimensions ``(0, ..., i-1)`` that may be cut. With ``()`` the tensor is one unit, and one
+            rank holds it.
+        local_units: how many units each rank of the (one-dimensional) mesh holds; zeros are allowed.
+
+    For a tensor of `numel` elements the unit is ``numel / sum(local_units)`` elements, and must be a whole number of
+    the sub-tensors that `dims` leave uncut. The local tensor of a rank is contiguous and one-dimensional.
+
+    Raises:
+        ValueError: `dims` is no prefix, or `local_units` is empty, negative, or all zero.
+    """
+
+    dims: tuple[int, ...]
+    local_units: tuple[int, ...]
+
+    def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
+        super().__init__()
+        dims, local_units = tuple(dims), tuple(local_units)
+        if dims != tuple(range(len(dims))):
+            raise ValueError(
+                f"RaggedShard dims must be a prefix (0, 1, ..., i-1) of the dimensions, got {dims}"
+            )
+        if any(units < 0 for units in local_units) or sum(local_units) == 0:
+            raise ValueError(
+                f"RaggedShard local_units must be one non-negative count for each rank, not all zero, "
+                f"got {local_units}"
+            )
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "local_units", local_units)
+        # Thousands of ranks: DTensor's caches and Dynamo's guards hash placements often.
+        object.__setattr__(self, "_hash", hash((RaggedShard, dims, local_units)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedShard, (self.dims, self.local_units)
+
+    def unit_numel(self, shape: Sequence[int]) -> int:
+        """The number of elements in one unit of a tensor of `shape`.
+
+        Raises:
+            ValueError: a tensor of `shape` can't be cut this way.
+        """
+        total = sum(self.local_units)
+        numel = math.prod(shape)
+        if len(self.dims) > len(shape):
+            raise ValueError(
+                f"{self} cuts {len(self.dims)} dimensions, the tensor of shape {tuple(shape)} has fewer"
+            )
+        if numel % total:
+            raise ValueError(
+                f"{self} has {total} units, which do not divide the {numel} elements of shape {tuple(shape)}"
+            )
+        unit, uncut = numel // total, math.prod(shape[len(self.dims) :])
+        if numel and unit % uncut:
+            raise ValueError(
+                f"{self} makes units of {unit} elements for shape {tuple(shape)}; a unit must be a multiple of "
+                f"{uncut} elements, the size of the dimensions outside dims={self.dims}"
+            )
+        return unit
+
+    def intervals(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Each rank's ``(start, stop)`` in the row-major flattened tensor of `shape`, in rank order.
+
+        Raises:
+            ValueError: a tensor of `shape` can't be cut this way.
+        """
+        return _intervals(self, tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _intervals(placement: RaggedShard, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    unit = placement.unit_numel(shape)
+    return tuple(
+        itertools.pairwise(itertools.accumulate((n * unit for n in placement.local_units), initial=0))
+    )

@@ -1,0 +1,154 @@
+"""Modules whose parameters are sharded: what reading a parameter, calling and converting them means.
+
+A module's class is replaced by a subclass of the same name, in which each sharded parameter is a property.
+Inside a forward the property gives the full parameter; elsewhere (optimizers, initialization, checkpoints)
+the sharded one, as ``module.parameters()`` always does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .ragged_dtensor import RaggedDTensor
+from .runtime import eager
+from .runtime.boundary import Binding
+from .runtime.buffer import FlatBuffer
+from .runtime.marker import unshard_param
+from .storage import convert_buffer
+
+
+@dataclass(frozen=True)
+class Access:
+    """What reading one sharded parameter depends on; Dynamo guards on the values that the property reads.
+
+    Attributes:
+        place: names the layout of the parameter's buffer, and the parameter's index in it.
+        buffer: the buffer.
+    """
+
+    place: str
+    buffer: FlatBuffer
+
+
+@dataclass
+class _Forward:
+    """Whether a sharded module's forward is running: a plain flag, because Dynamo must be able to trace it."""
+
+    running: bool = False
+
+
+_forward = _Forward()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What makes a module a unit: its own buffers, and the casts that mixed precision asks for at its edge."""
+
+    buffers: tuple[FlatBuffer, ...]
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+
+
+class ShardedModule(nn.Module):
+    """Mixed into the class of every module that owns sharded parameters or is a unit."""
+
+    _vescale_access: dict[str, Access]
+    _vescale_unit: Unit | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._vescale_unit
+        if unit is not None and unit.input_dtype is not None:
+            args, kwargs = _cast((args, kwargs), unit.input_dtype)
+        output = self._vescale_forward(super().forward, args, kwargs)
+        if unit is not None and unit.output_dtype is not None:
+            output = _cast(output, unit.output_dtype)
+        return output
+
+    def _vescale_forward(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        compiling = torch.compiler.is_compiling()
+        if compiling and _forward.running:
+            # Nothing to set, and Dynamo allows no side effect in a checkpointed region.
+            return forward(*args, **kwargs)
+        was_running = _forward.running
+        _forward.running = True
+        try:
+            if compiling:
+                return forward(*args, **kwargs)
+            with eager.gathered_once(buffers_read_by(self)):
+                return forward(*args, **kwargs)
+        finally:
+            _forward.running = was_running
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """``to``, ``half``, ``to_empty`` and the like: on the flat shard, of which parameters are views."""
+        sharded = {name: p for name, p in self._parameters.items() if isinstance(p, RaggedDTensor)}
+        for name in sharded:
+            self._parameters[name] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(sharded)
+        for param in sharded.values():
+            convert_buffer(param, fn)
+        return self
+
+
+def make_sharded(module: nn.Module, access: dict[str, Access], unit: Unit | None) -> None:
+    """Gives ``module`` the class that reads the parameters named in ``access`` as sharded ones."""
+    if isinstance(module, ShardedModule):
+        module._vescale_access.update(access)
+        module._vescale_unit = unit or module._vescale_unit
+    else:
+        module.__dict__["_vescale_access"] = dict(access)
+        module.__dict__["_vescale_unit"] = unit
+    original = next(cls for cls in type(module).__mro__ if not issubclass(cls, ShardedModule))
+    module.__class__ = _sharded_class(original, tuple(module._vescale_access))
+
+
+@functools.lru_cache(maxsize=None)
+def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """One class for all modules alike, so that Dynamo's code and guards serve every layer.
+
+    It keeps the name of the original class: libraries decide by it.
+    """
+    body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    body["__module__"], body["__qualname__"] = original.__module__, original.__qualname__
+    body["__doc__"] = original.__doc__
+    return type(original.__name__, (ShardedModule, original), body)
+
+
+def _reader(name: str) -> Callable[[ShardedModule], Any]:
+    def read(module: ShardedModule) -> Any:
+        if name not in module._parameters:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        param = module._parameters[name]
+        if not isinstance(param, RaggedDTensor):
+            return param  # None, or another tensor put in its place (torch.func.functional_call)
+        if torch.compiler.is_compiling() or _forward.running:
+            access = module._vescale_access[name]
+            buffer = access.buffer
+            return unshard_param(param, access.place, buffer.sync.in_graph, buffer.param_dtype)
+        return param
+
+    return read
+
+
+def buffers_read_by(module: ShardedModule) -> list[FlatBuffer]:
+    """Buffers that the module's forward reads: those of its own parameters and, if it is a unit, its unit's."""
+    own = [access.buffer for access in module._vescale_access.values()]
+    unit = module._vescale_unit.buffers if module._vescale_unit is not None else ()
+    return list(dict.fromkeys([*unit, *own]))
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Casts every floating-point tensor in ``tree``, as torch.distributed.fsdp does at a unit's edge."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

@@ -1,0 +1,128 @@
+"""Every private PyTorch name this package uses, in one place. Tried on torch 2.13.0; read against 2.11 and 2.12.
+
+Each entry says why no public name does. When a PyTorch release breaks something, it breaks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.source import ConstantSource
+from torch._inductor import compile_fx as _compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.graph import _BoxedCodeGen
+
+CompiledGraph = Callable[..., Any]
+
+
+def default_store() -> dist.Store:
+    """The store that ``init_process_group`` set up. Public calls only take a store, none gives it back."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def tracing_fake_mode() -> FakeTensorMode:
+    """The fake tensor mode of the compilation in progress; new graph inputs must belong to it."""
+    return torch._guards.TracingContext.get().fake_mode
+
+
+def mark_graph_input(placeholder: fx.Node, name: str) -> None:
+    """AOTAutograd demands a Dynamo source of every placeholder, a different one for each."""
+    placeholder._dynamo_source = ConstantSource(source_name=name)  # type: ignore[attr-defined]
+
+
+def copy_capture_marks(source: fx.GraphModule, target: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> None:
+    """Copies what tells AOTAutograd that a graph came from Dynamo, which ``Graph.graph_copy`` leaves behind.
+
+    ``nodes`` maps the nodes of ``source`` to those of ``target``.
+    """
+    target.meta.update(source.meta)
+    if hasattr(source, "_param_name_to_source"):
+        target._param_name_to_source = source._param_name_to_source
+    for old, new in nodes.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+
+
+def inductor_compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any] | None = None,
+    config_patches: dict[str, Any] | None = None,
+) -> CompiledGraph:
+    """Inductor on a Dynamo graph. ``inner_compile`` sees each partitioned graph before Inductor lowers it."""
+    return _compile_fx.compile_fx(  # type: ignore[return-value]
+        gm,
+        example_inputs,
+        inner_compile=inner_compile or _compile_fx.compile_fx_inner,
+        config_patches=config_patches,
+    )
+
+
+def inductor_compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """What ``inner_compile`` stands in front of."""
+    return _compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def aot_compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+) -> CompiledGraph:
+    """AOTAutograd with our compilers. The public ``aot_module_simplified`` lacks Dynamo's bookkeeping."""
+    return _aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )(gm, example_inputs)
+
+
+class WrappedPartitioner(CustomPartitionerFn):
+    """A partitioner with passes in front of it.
+
+    The public hook for joint graphs (``joint_custom_post_pass``) is Inductor's alone; a partitioner serves
+    eager lowering too. AOTAutograd's cache key holds :meth:`uuid`.
+    """
+
+    def __init__(self, before: Callable[[fx.GraphModule], None], identity: str) -> None:
+        self._before = before
+        self._identity = identity
+        self._inner = torch._inductor.config.custom_partitioner_fn
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._before(gm)
+        inner = self._inner if self._inner is not None else min_cut_rematerialization_partition
+        return inner(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return self._identity
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self._identity,)  # what Inductor's cache key sees of it
+
+
+def run_boxed(gm: fx.GraphModule) -> CompiledGraph:
+    """The graph as it is, called with one list that it empties, so that inputs are freed after their last use."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
