@@ -17,7 +17,7 @@ from vescale_compile.examples.text import standard_library
 from vescale_compile.examples.training import learning_rate
 
 DEADLINE_S = 300
-TINY = ("--model", "tiny", "--seq", "32", "--device", "cpu", "--sample", "8")
+TINY = ("--model", "tiny", "--seq", "32", "--device", "cpu", "--threads", "1", "--sample", "8")
 DDP = ("--backend", "eager", "--ddp")
 
 
@@ -97,7 +97,7 @@ def test_one_rank_learns_what_two_ranks_learn(
     options: tuple[str, ...], two_ranks: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
     report = trained(text, tmp_path, "--backend", "eager", *options, "--steps", "30", "--log-every", "5")
-    assert losses(report) == pytest.approx(losses(two_ranks), rel=1e-3)
+    assert losses(report) == pytest.approx(losses(two_ranks), rel=1e-4)
 
 
 def test_ddp_accumulates_without_reducing(two_ranks: dict[str, Any], text: Path, tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--device", choices=["auto", "cuda", "cpu"], default="auto", help="(auto: cuda if present)"
     )
+    how.add_argument(
+        "--threads", type=_positive, metavar="N", help="CPU threads a rank (cores / local ranks)"
+    )
     how.add_argument("--backend", choices=["vescale", "inductor", "aot_eager", "eager"], default="vescale")
     how.add_argument("--lowering", choices=["inductor", "eager"], help="of the vescale backend (inductor)")
     how.add_argument(
@@ -134,6 +137,7 @@ def settings_from(args: argparse.Namespace) -> TrainSettings:
     return TrainSettings(
         model=replace(SIZES[args.model], **sizes, tie_embeddings=args.tie_embeddings),
         text=text,
+        threads=args.threads,
         backend=args.backend,
         lowering=args.lowering or "inductor",
         ddp=args.ddp,
@@ -205,7 +209,7 @@ def _train_as_rank(
     rendezvous: str | None = None,
 ) -> None:
     """Train as one of `local_ranks` that meet at `rendezvous`; without one, as torchrun's environment says."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    torch.set_num_threads(settings.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)

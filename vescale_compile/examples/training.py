@@ -43,6 +43,7 @@ class TrainSettings:
 
     model: LlamaConfig
     text: Path
+    threads: int | None
     backend: str
     lowering: str
     ddp: bool

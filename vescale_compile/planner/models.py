@@ -128,10 +128,7 @@ def _deepseek_v3(config: Mapping[str, Any]) -> list[Shapes]:
         "self_attn.o_proj.weight": (hidden, heads * value),
     }
     dense = attention | _mlp("mlp", hidden, config["intermediate_size"]) | _norms(hidden)
-    sparse = attention | {
-        "mlp.gate.weight": (experts, hidden),
-        "mlp.gate.e_score_correction_bias": (experts,),
-    }
+    sparse = attention | {"mlp.gate.weight": (experts, hidden)}
     for expert in range(experts):
         sparse |= _mlp(f"mlp.experts.{expert}", hidden, inner)
     sparse |= _mlp("mlp.shared_experts", hidden, inner * config["n_shared_experts"]) | _norms(hidden)

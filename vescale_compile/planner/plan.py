@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_compile.planner.bound import shard_lower_bound
+from vescale_compile.planner.bound import ceil_to, shard_lower_bound
 from vescale_compile.planner.drawing import draw_buffer
 from vescale_compile.planner.layout import Layout
 from vescale_compile.planner.spec import TensorSpec
@@ -152,6 +152,12 @@ class UnitPlan:
             )
             for buffers in joint.values()
         )
+
+    @property
+    def floor(self) -> int:
+        """Proven bound on the elements of each rank for any split: an even share, and the largest block."""
+        blocks = (item.block for buffer in self.buffers for item in buffer.layout.items)
+        return max(ceil_to(self.numel, self.buffers[0].world_size) // self.buffers[0].world_size, *blocks)
 
     @property
     def padding_numel(self) -> int:

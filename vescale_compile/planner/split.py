@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from vescale_compile.planner.bound import shard_lower_bound
+from vescale_compile.planner.bound import Items, shard_lower_bound
 from vescale_compile.planner.layout import Item
 from vescale_compile.planner.search import Found, search
 
@@ -30,8 +30,8 @@ def split(items: Sequence[Item], world_size: int, alignment: int, *, keep_order:
     partition consists of these alone. So nothing is laid out that could not have been part of the answer.
     """
     kinds = Counter(items)
-    classes = _classes({item.block for item in kinds}, alignment)
     price = SPLIT_SAVING * sum(item.numel for item in items) / world_size
+    classes = _classes(kinds, alignment)
     chosen = [
         set().union(*(block for i, block in enumerate(classes) if mask >> i & 1))
         for mask in range(1 << len(classes))
@@ -52,11 +52,15 @@ def split(items: Sequence[Item], world_size: int, alignment: int, *, keep_order:
             cost[mask] = solved[mask].shard
 
 
-def _classes(found: set[int], alignment: int) -> list[set[int]]:
-    """Block sizes, largest first, one class each, but one for all that divide the alignment or are too many."""
-    blocks = sorted(found, reverse=True)
+def _classes(kinds: Items, alignment: int) -> list[set[int]]:
+    """Block sizes in classes that stay together, largest blocks first.
+
+    Each block size is a class of its own, but for those that divide the alignment: they suit any buffer and
+    are one class. Block sizes beyond ``MOST_CLASSES`` join that one.
+    """
+    blocks = sorted({item.block for item in kinds}, reverse=True)
     apart = [block for block in blocks if alignment % block][: MOST_CLASSES - 1]
-    rest = found - set(apart)
+    rest = set(blocks) - set(apart)
     return [{block} for block in apart] + ([rest] if rest else [])
 
 

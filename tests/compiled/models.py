@@ -1,0 +1,171 @@
+"""Models and training loops that the tests of the compiler share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import vescale_compile as vc
+from torch import Tensor, nn
+from vescale_compile.examples.llama import Llama, LlamaConfig
+
+Batch = tuple[Tensor, Tensor]
+Model = Callable[[], nn.Module]
+
+
+class Block(nn.Module):
+    """Sizes 13, 7 and 1: nothing divides by anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(13, 7)
+        self.down = nn.Linear(7, 13, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Uneven(nn.Module):
+    """Embedding, blocks and head; ``forward(tokens, labels)`` returns the loss."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 13)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(13, 11)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class HuggingFace(nn.Module):
+    """A causal language model of transformers, called for its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=labels).loss
+
+
+def llama() -> nn.Module:
+    return Llama(LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=64))
+
+
+def hf_llama() -> nn.Module:
+    from transformers import LlamaConfig as Config
+    from transformers import LlamaForCausalLM
+
+    config = Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+    return HuggingFace(LlamaForCausalLM(config))
+
+
+def hf_gpt_oss() -> nn.Module:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        sliding_window=8,
+    )
+    return HuggingFace(GptOssForCausalLM(config))
+
+
+def build(model: Model, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return model()
+
+
+def batches(steps: int, vocab: int, rank: int | None = None, shape: tuple[int, int] = (2, 12)) -> list[Batch]:
+    """Each rank's own data, the same at every call."""
+    generator = torch.Generator().manual_seed(1000 + (dist.get_rank() if rank is None else rank))
+    return [
+        (
+            torch.randint(0, vocab, shape, generator=generator),
+            torch.randint(0, vocab, shape, generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sharded(model: Model, *, compile: str | None = "eager", **shard_options: Any) -> tuple[nn.Module, nn.Module]:
+    """The sharded model, and what to call: compiled with the lowering named, or the model itself."""
+    built = vc.fully_shard(build(model), **shard_options)
+    if compile is None:
+        return built, built
+    return built, torch.compile(built, backend="vescale", options={"lowering": compile})
+
+
+def train(call: nn.Module, params: Iterable[nn.Parameter], data: list[Batch]) -> list[float]:
+    optimizer = adamw(params)
+    losses = []
+    for tokens, labels in data:
+        loss = call(tokens, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_unsharded(
+    model: Model, data: list[Batch], backend: str | None = "aot_eager"
+) -> tuple[nn.Module, list[float]]:
+    """The reference: the whole model on every rank, compiled, with gradients averaged over the ranks."""
+    built = build(model)
+    call = torch.compile(built, backend=backend) if backend else built
+    optimizer = adamw(built.parameters())
+    losses = []
+    for tokens, labels in data:
+        loss = call(tokens, labels)
+        loss.backward()
+        average_gradients(built)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return built, losses
+
+
+def average_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def largest_difference(model: nn.Module, reference: nn.Module) -> float:
+    """Over all parameters, gathered; names must be the same."""
+    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert list(ours) == list(theirs)
+    return max(
+        (param.detach().full_tensor() - theirs[name]).abs().max().item()  # type: ignore[attr-defined]
+        for name, param in ours.items()
+    )

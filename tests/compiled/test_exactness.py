@@ -1,0 +1,54 @@
+"""Training through the backend gives the numbers of the unsharded model."""
+
+import models
+import pytest
+import torch
+from ranks import on_ranks
+
+STEPS = 10
+LANGUAGE_MODELS = ["llama", "hf_llama", "hf_gpt_oss"]
+
+
+def compare(name: str, lowering: str | None, reference: str | None, vocab: int, steps: int = STEPS, **options):
+    torch._dynamo.reset()
+    build = getattr(models, name) if isinstance(name, str) else name
+    data = models.batches(steps, vocab)
+    model, call = models.sharded(build, compile=lowering, **options)
+    losses = models.train(call, model.parameters(), data)
+    unsharded, expected = models.train_unsharded(build, data, reference)
+    worst_loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    return worst_loss, models.largest_difference(model, unsharded)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_ten_adamw_steps_are_bit_equal_on_two_ranks(name, reshard):
+    assert compare(name, "eager", "aot_eager", 64, reshard_after_forward=reshard) == (0.0, 0.0)
+
+
+@on_ranks(2)
+def test_uneven_sizes_are_bit_equal_on_two_ranks():
+    assert compare("Uneven", "eager", "aot_eager", 11) == (0.0, 0.0)
+
+
+@on_ranks(3, 4)
+def test_uneven_sizes_on_more_ranks_are_within_rounding():
+    loss, params = compare("Uneven", "eager", "aot_eager", 11)
+    assert loss < 1e-6
+    assert params < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@on_ranks(2, deadline_s=300)
+def test_inductor_lowering_is_within_rounding_of_inductor_unsharded(name):
+    loss, params = compare(name, "inductor", "inductor", 64)
+    assert loss < 1e-5
+    assert params < 1e-5
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@on_ranks(2)
+def test_without_compile_the_numbers_are_those_of_the_unsharded_model(name):
+    assert compare(name, None, None, 64, steps=3) == (0.0, 0.0)

@@ -1,0 +1,79 @@
+"""The units of a user's own model as the planner takes them, from modules on the meta device."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vescale_compile.planner import Granularity, TensorSpec
+from vescale_compile.units import find_units, group_by_buffer
+
+GranularityRule = Callable[[str, tuple[int, ...]], Granularity | None]
+"""From a parameter's name and shape to the smallest piece of it that may not be cut."""
+
+
+def from_factory(path: str) -> nn.Module:
+    """Calls ``package.module:factory`` without arguments, under the meta device.
+
+    Raises:
+        ValueError: the path has no colon, nothing of that name is there, or it does not return a module.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{path!r} is not of the form package.module:factory")
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{path!r}: {error}") from error
+    with torch.device("meta"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{path!r} returned {type(model).__name__}; it must return an nn.Module")
+    return model
+
+
+def from_hf_config(path: Path) -> nn.Module:
+    """Builds transformers' model for a ``config.json`` on the meta device: no weights, nothing downloaded.
+
+    Raises:
+        ValueError: transformers is not installed, the file is no model config, or its model type is unknown.
+    """
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("--hf-config needs transformers: pip install 'vescale-compile[hf]'") from None
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--hf-config {path}: {error}") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ValueError(f"--hf-config {path}: no model_type in it, so it is not a model's config.json")
+    try:
+        config = AutoConfig.for_model(**fields)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"--hf-config {path}: {error}") from error
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    with torch.device("meta"):
+        return (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+
+
+def unit_specs(model: nn.Module, granularity: GranularityRule) -> dict[str, list[TensorSpec]]:
+    """The tensors of each unit that ``fully_shard(model)`` would make.
+
+    Parameters of one unit that differ in dtype or in whether they are trained have buffers of their own, and
+    so are units of their own here, named ``unit#0``, ``unit#1`` and so on.
+    """
+    specs = {}
+    for unit in find_units(model, set(), nested_units=False):
+        groups = group_by_buffer(unit.params)
+        for ordinal, group in enumerate(groups):
+            specs[unit.name if len(groups) == 1 else f"{unit.name}#{ordinal}"] = [
+                TensorSpec(name, tuple(p.shape), p.element_size(), granularity(name, tuple(p.shape)))
+                for name, p in group.items()
+            ]
+    return specs

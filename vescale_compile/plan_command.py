@@ -1,0 +1,193 @@
+"""`python -m vescale_compile plan`: lay out a model for a number of ranks, without a GPU or the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from vescale_compile.planner import Elements, Granularity, Rows, TensorSpec, Whole
+from vescale_compile.planner.models import PUBLISHED, published
+from vescale_compile.planner.report import report, table
+
+WORLDS = (8, 64, 128, 512, 1024, 8192, 32768)
+PLOTTED_ROWS = (1, 16, 32, 128)
+
+Units = Mapping[str, Sequence[TensorSpec]]
+Rule = Callable[[str, tuple[int, ...]], Granularity | None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan`."""
+    model = parser.add_argument_group("model").add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", choices=PUBLISHED, help="a published model's shapes")
+    model.add_argument(
+        "--module", metavar="PACKAGE.MODULE:FACTORY", help="call FACTORY on the meta device for a model"
+    )
+    model.add_argument(
+        "--hf-config", type=Path, metavar="FILE", help="build transformers' model for a config.json"
+    )
+
+    blocks = parser.add_argument_group("what may not be cut (single elements may be cut anywhere)")
+    kind = blocks.add_mutually_exclusive_group()
+    kind.add_argument("--rows", type=_positive, metavar="N", help="keep blocks of N rows whole")
+    kind.add_argument("--elements", type=_positive, metavar="N", help="keep blocks of N elements whole")
+    kind.add_argument("--tile", type=_tile, metavar="HxW", help="keep tiles of H rows by W columns whole")
+    kind.add_argument("--whole", action="store_true", help="keep each matrix on one rank")
+    blocks.add_argument(
+        "--only",
+        type=_regex,
+        metavar="REGEX",
+        help="of the parameters whose name matches (every one of two or more dimensions that is no bias)",
+    )
+
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--world", type=_positive, nargs="+", metavar="N", help="numbers of ranks")
+    layout.add_argument("--itemsize", type=_positive, metavar="BYTES", help="of an element, with --model (2)")
+    layout.add_argument(
+        "--alignment", type=_positive, default=16, metavar="BYTES", help="of a shard (%(default)s)"
+    )
+    layout.add_argument("--keep-order", action="store_true", help="leave tensors in the model's order")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="figures as JSON instead of tables")
+    output.add_argument("--draw", metavar="UNIT", help="draw the buffers of this unit")
+    output.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="plot padding against ranks for blocks of 1, 16, 32 and 128 rows; needs matplotlib",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print; 0 if all went well, 2 if the options make no sense."""
+    try:
+        _check(args)
+        if args.plot is not None:
+            _plot(args)
+        else:
+            _print(args)
+    except ValueError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.world is None and args.plot is None:
+        raise ValueError("give the number of ranks with --world N")
+    if args.itemsize is not None and args.model is None:
+        raise ValueError("--itemsize goes with --model alone; a module's parameters have their own")
+    if args.plot is not None and (args.json or args.draw or _granularity(args) is not None):
+        raise ValueError("--plot draws its own granularities; leave out --json, --draw and block options")
+    if args.only is not None and args.plot is None and _granularity(args) is None:
+        raise ValueError(
+            "--only says which parameters have blocks; give --rows, --elements, --tile or --whole"
+        )
+
+
+def _granularity(args: argparse.Namespace) -> Granularity | None:
+    if args.whole:
+        return Whole()
+    if args.elements is not None:
+        return Elements(args.elements)
+    rows = args.tile if args.tile is not None else args.rows
+    return Rows(rows) if rows is not None else None
+
+
+def _rule(args: argparse.Namespace, granularity: Granularity | None) -> Rule:
+    def rule(name: str, shape: tuple[int, ...]) -> Granularity | None:
+        if args.only is None:
+            return granularity if len(shape) > 1 and not name.endswith("bias") else None
+        return granularity if args.only.search(name) else None
+
+    return rule
+
+
+def _units(args: argparse.Namespace, granularity: Granularity | None) -> Units:
+    rule = _rule(args, granularity)
+    if args.model is not None:
+        return published(args.model).specs(args.itemsize or 2, rule)
+    # Only a user's own model needs PyTorch.
+    from vescale_compile import module_shapes
+
+    model = (
+        module_shapes.from_factory(args.module)
+        if args.module is not None
+        else module_shapes.from_hf_config(args.hf_config)
+    )
+    return module_shapes.unit_specs(model, rule)
+
+
+def _title(args: argparse.Namespace) -> str:
+    return str(args.model or args.module or args.hf_config)
+
+
+def _print(args: argparse.Namespace) -> None:
+    granularity = _granularity(args)
+    units = _units(args, granularity)
+    if args.draw is not None and args.draw not in units:
+        raise ValueError(f"--draw {args.draw}: no such unit; there are {', '.join(units)}")
+    options = {"alignment_bytes": args.alignment, "keep_order": args.keep_order}
+    reports = [report(units, world, **options) for world in args.world]
+    if args.json:
+        figures = [{"model": _title(args), "granularity": repr(granularity)} | r.as_json() for r in reports]
+        print(json.dumps(figures, indent=2))
+        return
+    for planned in reports:
+        print(
+            f"{_title(args)} on {planned.world_size:,} ranks, blocks: {granularity or 'none'}; "
+            f"planned in {1000 * planned.seconds:.1f} ms"
+        )
+        print(table(planned), end="\n\n")
+        if args.draw is not None:
+            print(planned.plans[args.draw], end="\n\n")
+
+
+def _plot(args: argparse.Namespace) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'vescale-compile[plot]'") from None
+    worlds = sorted(args.world or WORLDS)
+    axes = (figure := Figure(figsize=(7, 4.5))).add_subplot()
+    for rows in PLOTTED_ROWS:
+        units = _units(args, Rows(rows))
+        options = {"alignment_bytes": args.alignment, "keep_order": args.keep_order, "advise": False}
+        padding = [report(units, world, **options).percent("padding_percent") for world in worlds]
+        axes.plot(worlds, padding, marker="o", label=f"{rows} {'row' if rows == 1 else 'rows'}")
+    axes.set(xscale="log", yscale="symlog", xlabel="ranks", ylabel="padding (%)", title=_title(args))
+    axes.set_xticks(worlds, [str(world) for world in worlds])
+    axes.set_ylim(bottom=0)
+    axes.legend(title="blocks")
+    try:
+        figure.savefig(args.plot)
+    except OSError as error:
+        raise ValueError(f"--plot {args.plot}: {error}") from error
+    print(f"wrote {args.plot}")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _tile(text: str) -> int:
+    """Rows of a tile. Its columns do not matter: a shard holds whole rows of tiles."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form HxW, such as 128x128")
+    return int(match[1])
+
+
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
