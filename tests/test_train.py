@@ -88,6 +88,7 @@ def test_torchrun_trains_as_local_processes_do(two_ranks: dict[str, Any], text: 
     assert report["sample"] == two_ranks["sample"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [("--ranks", "1", "--batch", "8"), ("--ranks", "1", "--batch", "2", "--accumulate", "4")],
@@ -100,6 +101,7 @@ def test_one_rank_learns_what_two_ranks_learn(
     assert losses(report) == pytest.approx(losses(two_ranks), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_ddp_accumulates_without_reducing(two_ranks: dict[str, Any], text: Path, tmp_path: Path) -> None:
     options = ("--ranks", "2", "--batch", "2", "--accumulate", "2", "--steps", "30", "--log-every", "5")
     report = trained(text, tmp_path, *DDP, *options)
@@ -107,6 +109,7 @@ def test_ddp_accumulates_without_reducing(two_ranks: dict[str, Any], text: Path,
     assert losses(report)[-1] < 4.0
 
 
+@pytest.mark.slow
 def test_time_ends_a_run(text: Path, tmp_path: Path) -> None:
     options = ("--ranks", "1", "--batch", "2", "--steps", "100000", "--seconds", "0.1", "--log-every", "2")
     report = trained(text, tmp_path, "--backend", "eager", *options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from vescale_compile.planner import Elements, Granularity, Rows, TensorSpec, Whole
 from vescale_compile.planner.models import PUBLISHED, published
-from vescale_compile.planner.report import report, table
+from vescale_compile.planner.report import report
 
 WORLDS = (8, 64, 128, 512, 1024, 8192, 32768)
 PLOTTED_ROWS = (1, 16, 32, 128)
@@ -143,22 +144,22 @@ def _print(args: argparse.Namespace) -> None:
             f"{_title(args)} on {planned.world_size:,} ranks, blocks: {granularity or 'none'}; "
             f"planned in {1000 * planned.seconds:.1f} ms"
         )
-        print(table(planned), end="\n\n")
+        print(planned, end="\n\n")
         if args.draw is not None:
             print(planned.plans[args.draw], end="\n\n")
 
 
 def _plot(args: argparse.Namespace) -> None:
     try:
-        from matplotlib.figure import Figure
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4.5))
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install 'vescale-compile[plot]'") from None
     worlds = sorted(args.world or WORLDS)
-    axes = (figure := Figure(figsize=(7, 4.5))).add_subplot()
+    axes = figure.add_subplot()
     for rows in PLOTTED_ROWS:
         units = _units(args, Rows(rows))
         options = {"alignment_bytes": args.alignment, "keep_order": args.keep_order, "advise": False}
-        padding = [report(units, world, **options).percent("padding_percent") for world in worlds]
+        padding = [report(units, world, **options).total.padding_percent for world in worlds]
         axes.plot(worlds, padding, marker="o", label=f"{rows} {'row' if rows == 1 else 'rows'}")
     axes.set(xscale="log", yscale="symlog", xlabel="ranks", ylabel="padding (%)", title=_title(args))
     axes.set_xticks(worlds, [str(world) for world in worlds])

@@ -171,6 +171,7 @@ class RaggedDTensor(DTensor):
 
 for _types in (_optim_foreach_types, _utils_foreach_types):
     _types.append(RaggedDTensor)
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard])
 
 
 def distribute_ragged(full: torch.Tensor, device_mesh: DeviceMesh, placement: RaggedShard) -> RaggedDTensor:

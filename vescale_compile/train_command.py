@@ -208,7 +208,7 @@ def _train_as_rank(
     local_ranks: int,
     rendezvous: str | None = None,
 ) -> None:
-    """Train as one of `local_ranks` that meet at `rendezvous`; without one, as torchrun's environment says."""
+    """Train as one of `local_ranks` that meet at `rendezvous`; without it, as torchrun's environment says."""
     torch.set_num_threads(settings.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
     device = torch.device("cpu")
     if device_type == "cuda":

@@ -95,7 +95,8 @@ def assert_equal_to_unsharded(
     make: Callable[..., optim.Optimizer], form: dict[str, Any], shapes: list[tuple[int, ...]], **tolerance: float
 ) -> None:
     expected = train(make, form, torch.clone, shapes)
-    for place in (as_ragged, mixed):
+    # DTensor itself can't run Rprop's loop.
+    for place in (as_ragged,) if make is optim.Rprop else (as_ragged, mixed):
         for value, reference in zip(train(make, form, place, shapes), expected, strict=True):
             torch.testing.assert_close(value, reference, **tolerance)
 

@@ -112,8 +112,9 @@ def train(settings: TrainSettings, device: torch.device) -> Report:
     report = Report(parameters, world_size)
     if rank == 0:
         print(
-            f"{parameters / 1e6:.2f}M parameters; {len(text.train) / 1e6:.1f} MB of text from {settings.text}\n"
-            f"{world_size} ranks on {device.type}, backend {settings.backend}; compiling…",
+            f"{parameters / 1e6:.2f}M parameters on {world_size} ranks ({device.type})\n"
+            f"{len(text.train) / 1e6:.1f} MB of text from {settings.text}\n"
+            f"compiling with {settings.backend}…",
             flush=True,
         )
     optimize(settings, training, data, report, device)

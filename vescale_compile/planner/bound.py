@@ -31,34 +31,42 @@ def freedom_threshold(item: Item) -> int:
     return min(numel, *(max(j * block, numel - j * block) for j in (half, half + 1)))
 
 
-def shard_lower_bound(items: Items, world_size: int, alignment: int) -> int:
-    """A proven lower bound on S, the elements of each of m ranks, for any layout of ``items`` in one buffer.
+def split_lower_bound(items: Items, world_size: int, alignment: int) -> int:
+    """A proven lower bound on the elements of each of m ranks, in one buffer or in any number of them.
 
-    Proof, with e elements and blocks of g in each item:
+    Proof, with e elements and blocks of g in each item, and T the sum of the buffers' shard sizes:
 
-    1. Volume. The m shards hold all elements: m * S >= sum of e.
+    1. Volume. The ranks hold all elements: m * T >= sum of e.
     2. Counting. For a divisor d let C(d) be the items where d divides g and e. An item is cut only at
        multiples of its g, so a rank's share of an item in C(d) is a multiple of d, and so is the sum of its
-       shares: at most d * floor(S / d). Hence m * d * floor(S / d) >= sum of e over C(d), and
-       S >= d * ceil(sum / (m * d)).
-    3. Pigeonhole. Blocks are whole on a rank. Of the k * m + 1 largest blocks some rank holds k + 1, so S is
-       at least the sum of the k + 1 smallest of them. With k = 0: S is at least the largest block.
-    4. Division. Each item whose ``freedom_threshold`` exceeds S has a block that divides S. As S grows, fewer
-       items do; between two thresholds the set is constant, and S is a multiple of the least common multiple
-       of its blocks, and of the alignment.
-
-    1 to 3 give a floor below which no S is feasible; the bound is the smallest S from there that 4 allows.
+       shares, over all buffers. The largest such sum is at least 1 / m of the elements in C(d), so
+       T >= d * ceil(sum of e over C(d) / (m * d)).
+    3. Pigeonhole. Blocks are whole on a rank. Of the k * m + 1 largest blocks some rank holds k + 1, so T is
+       at least the sum of the k + 1 smallest of them. With k = 0: T is at least the largest block.
+    4. T is a multiple of the alignment, since each shard size is.
     """
+    volume = sum(item.numel * count for item, count in items.items())
     floor = max(
-        ceil_to(sum(item.numel * count for item, count in items.items()), world_size) // world_size,
+        ceil_to(volume, world_size) // world_size,
         _counting_floor(items, world_size),
         _pigeonhole_floor(items, world_size),
     )
+    return ceil_to(floor, alignment)
+
+
+def shard_lower_bound(items: Items, world_size: int, alignment: int) -> int:
+    """A proven lower bound on S, the elements of each rank, for any layout of ``items`` in one buffer.
+
+    Proof. S is at least ``split_lower_bound``, and each item whose ``freedom_threshold`` exceeds S has a
+    block that divides S. As S grows, fewer items have; between two thresholds they are the same ones, and S
+    is a multiple of the least common multiple of their blocks and the alignment. The least such S bounds all.
+    """
+    floor = split_lower_bound(items, world_size, alignment)
     return next(admissible_shards(items, floor, alignment))
 
 
 def admissible_shards(items: Items, floor: int, alignment: int, within: int | None = None) -> Iterator[int]:
-    """The S >= ``floor``, ascending, that division (see ``shard_lower_bound``) and the alignment allow.
+    """The S >= ``floor``, ascending, that ``freedom_threshold`` and the alignment allow.
 
     Args:
         within: of each range between two thresholds, only the first so many; ``None`` lists all.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
-from vescale_compile.planner.bound import ceil_to, shard_lower_bound
+from vescale_compile.planner.bound import Items, shard_lower_bound, split_lower_bound
 from vescale_compile.planner.drawing import draw_buffer
-from vescale_compile.planner.layout import Layout
+from vescale_compile.planner.layout import Item, Layout
 from vescale_compile.planner.spec import TensorSpec
 
 
@@ -21,11 +23,20 @@ class BufferPlan:
         tensors: the tensors, in the order in which they lie in the buffer.
         layout: their places; it has checked itself. Plans of equal content share it.
         lower_bound: no layout of these tensors in one buffer has fewer elements for each rank (proven).
+
+    Raises:
+        ValueError: the layout is not one of these tensors, or their itemsizes differ.
     """
 
     tensors: tuple[TensorSpec, ...]
     layout: Layout
     lower_bound: int
+
+    def __post_init__(self) -> None:
+        if tuple(map(attrgetter("item"), self.tensors)) != self.layout.items:
+            raise ValueError("the layout's items are not those of the tensors, in their order")
+        if len(set(map(attrgetter("itemsize"), self.tensors))) != 1:
+            raise ValueError("a buffer holds tensors of one itemsize")
 
     @property
     def world_size(self) -> int:
@@ -138,26 +149,22 @@ class UnitPlan:
         """Sum of the buffers' proven bounds: what this split could reach at best."""
         return sum(buffer.lower_bound for buffer in self.buffers)
 
-    @cached_property
+    @property
     def joint_lower_bound(self) -> int:
         """Proven bound on the elements of each rank without a split: one buffer for each itemsize."""
-        joint: dict[int, list[BufferPlan]] = {}
-        for buffer in self.buffers:
-            joint.setdefault(buffer.tensors[0].itemsize, []).append(buffer)
-        return sum(
-            shard_lower_bound(
-                Counter(item for buffer in buffers for item in buffer.layout.items),
-                buffers[0].world_size,
-                buffers[0].layout.alignment,
-            )
-            for buffers in joint.values()
-        )
+        return self._bound(shard_lower_bound)
 
     @property
-    def floor(self) -> int:
-        """Proven bound on the elements of each rank for any split: an even share, and the largest block."""
-        blocks = (item.block for buffer in self.buffers for item in buffer.layout.items)
-        return max(ceil_to(self.numel, self.buffers[0].world_size) // self.buffers[0].world_size, *blocks)
+    def split_lower_bound(self) -> int:
+        """Proven bound on the elements of each rank in any number of buffers."""
+        return self._bound(split_lower_bound)
+
+    def _bound(self, prove: Callable[[Items, int, int], int]) -> int:
+        joint: dict[tuple[int, int, int], Counter[Item]] = {}
+        for buffer in self.buffers:
+            key = (buffer.tensors[0].itemsize, buffer.world_size, buffer.layout.alignment)
+            joint.setdefault(key, Counter()).update(buffer.layout.items)
+        return sum(prove(items, world, alignment) for (_, world, alignment), items in joint.items())
 
     @property
     def padding_numel(self) -> int:

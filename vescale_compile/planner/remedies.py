@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from vescale_compile.planner.spec import TensorSpec
 from vescale_compile.planner.unit import plan_unit
+
+MOST_JOINED = 4
+"""Units that are joined at most: the buffer of the joint unit is in memory as one."""
 
 
 @dataclass(frozen=True)
@@ -14,15 +18,15 @@ class Remedy:
     """A change to the sharding of a unit and what it leads to.
 
     Args:
-        layers: units of this content planned as one, so that their blocks share the ranks.
+        joined: units of this content planned as one, so that their blocks share the ranks.
         shard_ranks: ranks that share a buffer; the others hold replicas.
         replicas: copies of each shard.
         buffers: buffers of the changed unit.
         padding_percent: padding in per cent of the tensors' elements.
-        memory_factor: elements of each rank for each layer, relative to the unit as it is.
+        memory_factor: elements of each rank for each unit, relative to now.
     """
 
-    layers: int
+    joined: int
     shard_ranks: int
     replicas: int
     buffers: int
@@ -31,8 +35,8 @@ class Remedy:
 
     def __str__(self) -> str:
         what = (
-            f"{self.layers} layers in one unit"
-            if self.layers > 1
+            f"{self.joined} such units as one"
+            if self.joined > 1
             else f"shards on {self.shard_ranks} ranks, {self.replicas} replicas"
         )
         return f"{what}: padding {self.padding_percent:.2f} %, {self.memory_factor:.2f} times the memory"
@@ -43,16 +47,24 @@ def remedies(
     world_size: int,
     *,
     alignment_bytes: int = 16,
-    most_layers: int = 4,
+    keep_order: bool = False,
+    alike: int = 4,
     enough_percent: float = 1.0,
 ) -> list[Remedy]:
-    """Joint units of 2 to ``most_layers`` layers, and shard meshes of a half, a quarter, ... of the ranks.
+    """Units joined by twos, threes and fours, and shard meshes of a half, a quarter, ... of the ranks.
 
     Each kind is listed as far as it pads less than what came before it, and until ``enough_percent`` is
-    reached. Arguments otherwise as for ``plan_unit``.
+    reached.
+
+    Args:
+        alike: how many units of this content the model has to join.
+        enough_percent: look no further than padding of so many per cent.
+
+    The others are those of ``plan_unit``.
     """
-    now = plan_unit(tensors, world_size, alignment_bytes=alignment_bytes)
-    joined = [(layers, world_size) for layers in range(2, most_layers + 1)]
+    plan = partial(plan_unit, alignment_bytes=alignment_bytes, keep_order=keep_order)
+    now = plan(tensors, world_size)
+    joined = [(count, world_size) for count in range(2, min(alike, MOST_JOINED) + 1)]
     smaller = []
     ranks = world_size
     while ranks % 2 == 0:
@@ -61,13 +73,13 @@ def remedies(
     found = []
     for changes in (joined, smaller):
         least = now.padding_percent
-        for layers, ranks in changes:
+        for count, ranks in changes:
             if least <= enough_percent:
                 break
-            copies = [replace(t, name=f"{copy}.{t.name}") for copy in range(layers) for t in tensors]
-            plan = plan_unit(copies, ranks, alignment_bytes=alignment_bytes)
-            if plan.padding_percent < least:
-                least = plan.padding_percent
-                memory = plan.shard_numel / layers / now.shard_numel
-                found.append(Remedy(layers, ranks, world_size // ranks, len(plan.buffers), least, memory))
+            copies = [replace(t, name=f"{copy}.{t.name}") for copy in range(count) for t in tensors]
+            then = plan(copies, ranks)
+            if then.padding_percent < least:
+                least = then.padding_percent
+                memory = then.shard_numel / count / now.shard_numel
+                found.append(Remedy(count, ranks, world_size // ranks, len(then.buffers), least, memory))
     return found

@@ -1,9 +1,9 @@
-"""A planned model as figures: a row for each kind of unit, totals, and what other systems would pad."""
+"""A planned model as figures: a row for each kind of unit, their total, and what other systems would pad."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,21 +19,23 @@ WORTH_A_REMEDY = 3.0
 
 @dataclass(frozen=True)
 class UnitRow:
-    """Units of equal content. Elements and S are those of one of them; padding is in per cent of elements.
+    """``count`` units of equal content, or the total of a model.
+
+    Sizes are those of one unit (of all units in a total), summed over its buffers and in elements; shares are
+    in per cent of the tensors' elements.
 
     Args:
         name: the first such unit.
         count: how many there are.
-        numel: elements of the tensors.
-        buffers: buffers it is planned as.
-        shard_numel: S, summed over its buffers.
-        padding_numel: elements that belong to no tensor.
-        padding_percent: the same, in per cent.
-        lower_bound: proven bound on S for these buffers, summed.
-        gap_percent: S above that bound.
-        one_buffer_percent: the least padding that one buffer for each itemsize could have (proven).
-        fsdp2_percent: padding of FSDP2's rule.
-        megatron_percent: padding of Megatron-FSDP's rule, at least.
+        numel: of the tensors.
+        buffers: how many.
+        shard_numel: S.
+        lower_bound: proven bound on S for these buffers.
+        padding_percent: what belongs to no tensor.
+        one_buffer_percent: no layout in one buffer for each itemsize pads less (proven).
+        any_split_percent: no layout in any number of buffers pads less (proven).
+        fsdp2_percent: what FSDP2's rule pads.
+        megatron_percent: what Megatron-FSDP's rule pads, at least.
         remedies: what would help, if padding is high.
     """
 
@@ -42,19 +44,29 @@ class UnitRow:
     numel: int
     buffers: int
     shard_numel: int
-    padding_numel: int
-    padding_percent: float
     lower_bound: int
-    gap_percent: float
+    padding_percent: float
     one_buffer_percent: float
+    any_split_percent: float
     fsdp2_percent: float
     megatron_percent: float
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Remedy, ...] = ()
+
+    @property
+    def gap_percent(self) -> float:
+        """How far S lies above its proven bound, in per cent of the bound."""
+        return 100 * (self.shard_numel / self.lower_bound - 1)
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model planned for ``world_size`` ranks. ``seconds`` is what ``plan_unit`` took for all units."""
+    """A model planned for ``world_size`` ranks.
+
+    Args:
+        rows: one for each kind of unit.
+        plans: every unit's plan, by the unit's name.
+        seconds: what ``plan_unit`` took for all units.
+    """
 
     world_size: int
     rows: tuple[UnitRow, ...]
@@ -62,42 +74,39 @@ class ModelReport:
     seconds: float
 
     @property
-    def numel(self) -> int:
-        """Elements of all units."""
-        return sum(row.count * row.numel for row in self.rows)
+    def total(self) -> UnitRow:
+        """The whole model; its shares are means over the units, weighted by elements."""
+        numel = self._sum("numel")
+        return UnitRow(
+            name="total",
+            count=sum(row.count for row in self.rows),
+            numel=numel,
+            buffers=self._sum("buffers"),
+            shard_numel=self._sum("shard_numel"),
+            lower_bound=self._sum("lower_bound"),
+            **{
+                share: sum(row.count * row.numel * getattr(row, share) for row in self.rows) / numel
+                for share in UnitRow.__annotations__
+                if share.endswith("_percent")
+            },
+        )
 
-    def percent(self, column: str) -> float:
-        """The model's figure for one of ``UnitRow``'s padding columns: its mean, weighted by elements."""
-        return sum(row.count * row.numel * getattr(row, column) for row in self.rows) / self.numel
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of each rank."""
-        return sum(row.count * row.shard_numel for row in self.rows)
-
-    @property
-    def lower_bound(self) -> int:
-        """Sum of the proven bounds on the elements of each rank."""
-        return sum(row.count * row.lower_bound for row in self.rows)
-
-    @property
-    def gap_percent(self) -> float:
-        """Elements of each rank above that sum."""
-        return 100 * (self.shard_numel / self.lower_bound - 1)
+    def _sum(self, size: str) -> int:
+        return sum(row.count * getattr(row, size) for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
         """The figures as JSON types."""
         return {
             "world_size": self.world_size,
-            "numel": self.numel,
-            "shard_numel": self.shard_numel,
-            "padding_percent": self.percent("padding_percent"),
-            "gap_percent": self.gap_percent,
-            "fsdp2_percent": self.percent("fsdp2_percent"),
-            "megatron_percent": self.percent("megatron_percent"),
             "planning_seconds": self.seconds,
-            "units": [asdict(row) for row in self.rows],
+            "units": [asdict(row) | {"gap_percent": row.gap_percent} for row in self.rows],
+            "total": asdict(self.total) | {"gap_percent": self.total.gap_percent},
         }
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [table([*self.rows, self.total]), *(_advice(row) for row in self.rows if row.remedies)]
+        )
 
 
 def report(
@@ -128,8 +137,15 @@ def report(
     rows = []
     for names in alike.values():
         plan, tensors = plans[names[0]], units[names[0]]
+        share = 100 / plan.numel
         helpful = (
-            remedies(tensors, world_size, alignment_bytes=alignment_bytes)
+            remedies(
+                tensors,
+                world_size,
+                alignment_bytes=alignment_bytes,
+                keep_order=keep_order,
+                alike=len(names),
+            )
             if advise and plan.padding_percent > WORTH_A_REMEDY
             else ()
         )
@@ -140,80 +156,42 @@ def report(
                 numel=plan.numel,
                 buffers=len(plan.buffers),
                 shard_numel=plan.shard_numel,
-                padding_numel=plan.padding_numel,
-                padding_percent=plan.padding_percent,
                 lower_bound=plan.lower_bound,
-                gap_percent=100 * (plan.shard_numel / plan.lower_bound - 1),
-                one_buffer_percent=100 * (plan.joint_lower_bound * world_size / plan.numel - 1),
-                fsdp2_percent=100 * fsdp2_padding(tensors, world_size) / plan.numel,
-                megatron_percent=100 * megatron_fsdp_padding(tensors, world_size) / plan.numel,
+                padding_percent=plan.padding_percent,
+                one_buffer_percent=share * (plan.joint_lower_bound * world_size - plan.numel),
+                any_split_percent=share * (plan.split_lower_bound * world_size - plan.numel),
+                fsdp2_percent=share * fsdp2_padding(tensors, world_size),
+                megatron_percent=share * megatron_fsdp_padding(tensors, world_size),
                 remedies=tuple(helpful),
             )
         )
     return ModelReport(world_size, tuple(rows), plans, seconds)
 
 
-HEADER = (
-    "unit",
-    "x",
-    "elements",
-    "buffers",
-    "S",
-    "padding",
-    "bound on S",
-    "gap",
-    "1 buffer",
-    "any split",
-    "FSDP2",
-    "Megatron",
-)
+COLUMNS = {
+    "unit": "{0.name}",
+    "x": "{0.count}",
+    "elements": "{0.numel:,}",
+    "buffers": "{0.buffers}",
+    "S": "{0.shard_numel:,}",
+    "bound on S": "{0.lower_bound:,}",
+    "gap": "{0.gap_percent:.3f} %",
+    "padding": "{0.padding_percent:.2f} %",
+    "1 buffer >=": "{0.one_buffer_percent:.2f} %",
+    "any split >=": "{0.any_split_percent:.2f} %",
+    "FSDP2": "{0.fsdp2_percent:.2f} %",
+    "Megatron >=": "{0.megatron_percent:.2f} %",
+}
 
 
-def table(model: ModelReport) -> str:
-    """The report as text: a table, totals, and remedies.
-
-    ``1 buffer`` and ``any split`` are proven bounds: the least padding without a split, and with any.
-    ``FSDP2`` and ``Megatron`` are what the rules of these systems pad.
-    """
-    lines = [HEADER]
-    for row in model.rows:
-        lines.append(
-            (
-                row.name,
-                f"{row.count}",
-                f"{row.numel:,}",
-                f"{row.buffers}",
-                f"{row.shard_numel:,}",
-                f"{row.padding_percent:.2f} %",
-                f"{row.lower_bound:,}",
-                f"{row.gap_percent:.3f} %",
-                f"{row.one_buffer_percent:.2f} %",
-                f"{row.any_split_percent:.2f} %",
-                f"{row.fsdp2_percent:.2f} %",
-                f"{row.megatron_percent:.2f} %",
-            )
-        )
-    lines.append(
-        (
-            "total",
-            f"{sum(row.count for row in model.rows)}",
-            f"{model.numel:,}",
-            f"{sum(row.count * row.buffers for row in model.rows)}",
-            f"{model.shard_numel:,}",
-            f"{model.percent('padding_percent'):.2f} %",
-            f"{model.lower_bound:,}",
-            f"{model.gap_percent:.3f} %",
-            f"{model.percent('one_buffer_percent'):.2f} %",
-            f"{model.percent('any_split_percent'):.2f} %",
-            f"{model.percent('fsdp2_percent'):.2f} %",
-            f"{model.percent('megatron_percent'):.2f} %",
-        )
-    )
+def table(rows: Iterable[UnitRow]) -> str:
+    """The rows as text under headings; the last one, the total, below a rule."""
+    lines = [list(COLUMNS), *([cell.format(row) for cell in COLUMNS.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-    text.insert(-1, "-" * len(text[0]))
-    for row in model.rows:
-        if row.remedies:
-            text.append(f"{row.name}: what would help against {row.padding_percent:.2f} % padding")
-            text += [f"  {remedy}" for remedy in row.remedies]
-    return "\n".join(text)
+    return "\n".join([*text[:-1], "-" * len(text[0]), text[-1]])
+
+
+def _advice(row: UnitRow) -> str:
+    lines = [f"{row.name}: what would help against {row.padding_percent:.2f} % padding", *row.remedies]
+    return "\n  ".join(map(str, lines))

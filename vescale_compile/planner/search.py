@@ -22,7 +22,7 @@ from vescale_compile.planner.order import exact_order, greedy_order
 HEURISTIC_BUDGET = 40_000
 """Placements of an item that the heuristics may try for one buffer (about a microsecond each)."""
 
-EXACT_BUDGET = 300_000
+EXACT_BUDGET = 150_000
 """Transitions of the exact dynamic program allowed for one buffer, all shard sizes together."""
 
 
@@ -57,7 +57,7 @@ def search(items: Sequence[Item], world_size: int, alignment: int, *, keep_order
         pack = _greedy(kinds, world_size)
         exact = _exact(kinds, world_size)
         work = math.prod(count + 1 for count in kinds.values()) * len(kinds)
-    tries = max(8, HEURISTIC_BUDGET // (len(items) + len(kinds) ** 2))
+    tries = max(32, HEURISTIC_BUDGET // len(items))
     last = ceil_to(sum(item.numel for item in items), alignment)
     shard, order = _descend(pack, suggested, alignment, tries, last)
     if shard > bound:
@@ -86,11 +86,17 @@ def _greedy(kinds: Items, world_size: int) -> Packer:
         sorted(kinds, key=lambda item: (item.numel, item.block), reverse=True),
     ]
 
+    plain = [[item for item in preference for _ in range(kinds[item])] for preference in preferences]
+
     def pack(shard: int) -> Sequence[Item] | None:
         if any(earliest_start(0, item, shard) is None for item in kinds):
             return None
-        orders = (greedy_order(kinds, preference, shard, world_size * shard) for preference in preferences)
-        return next((order for order in orders if order is not None), None)
+        limit = world_size * shard
+        orders = (greedy_order(kinds, preference, shard, limit) for preference in preferences)
+        order = next((order for order in orders if order is not None), None)
+        if order is None:
+            order = next((o for o in plain if place_in_order(o, shard, limit) is not None), None)
+        return order
 
     return pack
 

@@ -1,0 +1,113 @@
+"""``no_sync``: gradients accumulate, and one reduction ends it."""
+
+from collections import Counter
+
+import models
+import pytest
+import torch
+import vescale_compile as vc
+from ranks import on_ranks
+from torch.profiler import ProfilerActivity, profile
+
+MICRO_BATCHES = 3
+
+
+def accumulate(model, call, data) -> None:
+    with vc.no_sync(model):
+        for tokens, labels in data[:-1]:
+            call(tokens, labels).backward()
+    tokens, labels = data[-1]
+    call(tokens, labels).backward()
+
+
+def accumulate_unsharded(model, data) -> None:
+    call = torch.compile(model, backend="aot_eager")
+    for tokens, labels in data:
+        call(tokens, labels).backward()
+    models.average_gradients(model)
+
+
+def gradients_differ(model, reference) -> float:
+    return max(
+        (p.grad.full_tensor() - q.grad).abs().max().item()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_accumulated_gradients_are_bit_equal_to_the_unsharded_models(compile):
+    torch._dynamo.reset()
+    data = models.batches(MICRO_BATCHES, 11)
+    model, call = models.sharded(models.Uneven, compile=compile)
+    reference = models.build(models.Uneven)
+    for _ in range(2):
+        accumulate(model, call, data)
+        accumulate_unsharded(reference, data)
+        assert gradients_differ(model, reference) == 0.0
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_each_unit_is_reduced_once_for_all_micro_batches(compile):
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven, compile=compile)
+    data = models.batches(MICRO_BATCHES, 11)
+    accumulate(model, call, data)  # compiles
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        accumulate(model, call, data)
+    ran = Counter(event.name for event in trace.events())
+    assert ran["c10d::reduce_scatter_tensor_coalesced_"] == 3, ran
+
+
+@on_ranks(2)
+def test_inside_no_sync_no_gradient_arrives():
+    model, call = models.sharded(models.Uneven)
+    with vc.no_sync(model):
+        call(*models.batches(1, 11)[0]).backward()
+    assert {p.grad for p in model.parameters()} == {None}
+
+
+@on_ranks(2)
+def test_forwards_first_and_backwards_later_lose_nothing():
+    data = models.batches(2, 11)
+    model, call = models.sharded(models.Uneven)
+    with vc.no_sync(model):
+        first = call(*data[0])
+    second = call(*data[1])
+    first.backward()
+    second.backward()
+    reference = models.build(models.Uneven)
+    accumulate_unsharded(reference, data)
+    assert gradients_differ(model, reference) < 1e-7
+
+
+@on_ranks(2)
+def test_a_parameter_that_only_earlier_micro_batches_used_gets_its_gradient():
+    class Optional(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, x, both):
+            x = self.always(x)
+            return (self.sometimes(x) if both else x).sum()
+
+    model, call = models.sharded(Optional)
+    with vc.no_sync(model):
+        call(torch.ones(2, 3), True).backward()
+    call(torch.ones(2, 3), False).backward()
+    reference = models.build(Optional)
+    for both in (True, False):
+        reference(torch.ones(2, 3), both).backward()
+    models.average_gradients(reference)
+    assert gradients_differ(model, reference) < 1e-6
+
+
+def test_no_sync_of_a_module_that_is_not_sharded_says_so():
+    with pytest.raises(ValueError, match="fully_shard"), vc.no_sync(torch.nn.Linear(2, 2)):
+        pass
+
+

@@ -1,0 +1,91 @@
+"""What the compiled graphs hold: how many collectives, and that every rank has the same graphs."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch.profiler import ProfilerActivity, profile
+
+GATHER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor"
+UNITS = 3  # two blocks and the rest
+
+
+def dump_of_one_step(directory: Path, build: models.Model, vocab: int, **options) -> dict[str, str]:
+    """Compiles and trains one step with VESCALE_DUMP set; this rank's dumps by name."""
+    torch._dynamo.reset()
+    os.environ["VESCALE_DUMP"] = str(directory)
+    try:
+        model, call = models.sharded(build, **options)
+        models.train(call, model.parameters(), models.batches(1, vocab))
+    finally:
+        del os.environ["VESCALE_DUMP"]
+    (folder,) = (directory / f"rank{dist.get_rank()}").iterdir()
+    return {path.stem: path.read_text() for path in sorted(folder.iterdir())}
+
+
+def final(dumps: dict[str, str], part: str) -> str:
+    return next(text for name, text in dumps.items() if name.endswith(f"{part}-after-verify"))
+
+
+def collectives(text: str) -> Counter[str]:
+    return Counter(name for name in (GATHER, REDUCE) for _ in range(text.count(f"_c10d_functional.{name}.default")))
+
+
+@pytest.mark.parametrize(("reshard", "again"), [(True, {GATHER: UNITS}), (False, {})])
+@on_ranks(2)
+def test_a_unit_is_gathered_once_reduced_once_and_gathered_again_where_it_reshards(tmp_path, reshard, again):
+    dumps = dump_of_one_step(tmp_path, models.llama, 64, reshard_after_forward=reshard)
+    assert collectives(final(dumps, "forward")) == {GATHER: UNITS}
+    assert collectives(final(dumps, "backward")) == {REDUCE: UNITS, **again}
+
+
+@on_ranks(3)
+def test_every_graph_is_the_same_on_every_rank_whatever_the_shards(tmp_path):
+    dumps = dump_of_one_step(tmp_path, models.Uneven, 11)
+    everyone: list[dict[str, str]] = [{}] * 3
+    dist.all_gather_object(everyone, {name: text for name, text in dumps.items() if "before-hoist" not in name})
+    assert everyone[0] == everyone[1] == everyone[2]
+    assert len(everyone[0]) > 8
+
+
+@on_ranks(2)
+def test_dumps_are_numbered_in_the_order_of_the_passes(tmp_path):
+    assert list(dump_of_one_step(tmp_path, models.Uneven, 11)) == [
+        "00-captured-before-hoist",
+        "01-captured-after-hoist",
+        "02-captured-after-bind",
+        "03-joint-before-reshard",
+        "04-joint-after-reshard",
+        "05-forward-before-expand",
+        "06-forward-after-expand",
+        "07-forward-after-verify",
+        "08-backward-before-expand",
+        "09-backward-after-expand",
+        "10-backward-after-verify",
+    ]
+
+
+@pytest.mark.parametrize(
+    "lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@on_ranks(2, deadline_s=300)
+def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowering):
+    torch._dynamo.reset()
+    model, call = models.sharded(models.llama, compile=lowering)
+    data = models.batches(2, 64)
+    models.train(call, model.parameters(), data[:1])
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        models.train(call, model.parameters(), data[1:])
+    ran = Counter(event.name for event in trace.events() if event.name.startswith(("c10d::", "gloo:")))
+    # Gloo makes a reduce-scatter of an all-reduce.
+    assert ran == {
+        "c10d::allgather_into_tensor_coalesced_": 2 * UNITS,
+        "gloo:all_gather": 2 * UNITS,
+        "c10d::reduce_scatter_tensor_coalesced_": UNITS,
+        "gloo:all_reduce": UNITS,
+    }, ran

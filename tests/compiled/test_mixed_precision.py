@@ -1,0 +1,94 @@
+"""The four fields of MixedPrecisionPolicy."""
+
+import models
+import torch
+import torch.distributed as dist
+import vescale_compile as vc
+from ranks import on_ranks
+from test_graphs import dump_of_one_step, final
+from torch import nn
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Probe(nn.Module):
+    """Reports the dtypes that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.seen = (x.dtype, self.linear.weight.dtype)
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+def probe(policy: vc.MixedPrecisionPolicy, compile: str | None):
+    torch._dynamo.reset()
+    model, call = models.sharded(Probe, compile=compile, mp_policy=policy)
+    out = call(torch.ones(2, 8))
+    out.sum().backward()
+    return model, out
+
+
+@on_ranks(2)
+def test_param_dtype_is_that_of_parameters_in_forward_and_masters_stay_fp32():
+    for compile in (None, "eager"):
+        model, out = probe(vc.MixedPrecisionPolicy(param_dtype=BF16), compile)
+        assert model.seen == (BF16, BF16)
+        assert out.dtype == BF16
+        assert {p.dtype for p in model.parameters()} == {FP32}
+        assert {p.grad.dtype for p in model.parameters()} == {FP32}
+
+
+@on_ranks(2)
+def test_cast_forward_inputs_false_leaves_inputs_alone():
+    for compile in (None, "eager"):
+        model, _ = probe(vc.MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False), compile)
+        assert model.seen == (FP32, BF16)
+
+
+@on_ranks(2)
+def test_output_dtype_is_that_of_the_outputs():
+    for compile in (None, "eager"):
+        _, out = probe(vc.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32), compile)
+        assert out.dtype == FP32
+
+
+@on_ranks(2)
+def test_the_shard_is_cast_once_before_the_gather_and_reduced_in_reduce_dtype(tmp_path):
+    policy = vc.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    dumps = dump_of_one_step(tmp_path, models.Uneven, 11, mp_policy=policy)
+    gathers = [line for line in final(dumps, "forward").splitlines() if "all_gather_into_tensor.default" in line]
+    reductions = [line for line in final(dumps, "backward").splitlines() if "reduce_scatter_tensor.default" in line]
+    assert [": \"bf16[" in line for line in gathers] == [True] * 3
+    assert [": \"f32[" in line for line in reductions] == [True] * 3
+
+
+@on_ranks(2)
+def test_bf16_training_equals_casting_by_hand():
+    """The reference casts the fp32 parameters, averages gradients in fp32, and steps in fp32."""
+    policy = vc.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    data = models.batches(3, 11)
+    model, call = models.sharded(models.Uneven, mp_policy=policy)
+    losses = models.train(call, model.parameters(), data)
+
+    master = models.build(models.Uneven)
+    optimizer = models.adamw(master.parameters())
+    working = models.build(models.Uneven).to(BF16)
+    compiled = torch.compile(working, backend="aot_eager")
+    expected = []
+    for tokens, labels in data:
+        with torch.no_grad():
+            for ours, theirs in zip(working.parameters(), master.parameters(), strict=True):
+                ours.copy_(theirs)
+        loss = compiled(tokens, labels)
+        loss.backward()
+        for ours, theirs in zip(working.parameters(), master.parameters(), strict=True):
+            theirs.grad, ours.grad = ours.grad.float(), None
+            dist.all_reduce(theirs.grad)
+            theirs.grad /= 2
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == expected
+    assert models.largest_difference(model, master) == 0.0

@@ -1,0 +1,123 @@
+"""What a shard can't do raises, names the tensor and the rank, and says what to call; nothing is gathered."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import shard
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from vescale_compile.ragged_dtensor import RaggedDTensor
+from vescale_compile.ragged_shard import RaggedShard, RaggedShardError
+
+LAYOUT = RaggedShard((0,), (1, 3))
+
+NEEDS_OTHER_ELEMENTS: dict[str, Callable[[RaggedDTensor], object]] = {
+    "allclose": lambda p: torch.allclose(p, p),
+    "argmax": lambda p: p.argmax(),
+    "cat": lambda p: torch.cat([p, p]),
+    "column": lambda p: p[:, 0],
+    "cumsum": lambda p: p.cumsum(0),
+    "embedding": lambda p: nn.functional.embedding(torch.tensor([1]), p),
+    "equal": lambda p: torch.equal(p, p),
+    "flatten": lambda p: p.flatten(),
+    "foreach_max": lambda p: torch._foreach_max([p]),
+    "indexing": lambda p: p[torch.tensor([0, 1])],
+    "item": lambda p: p[0][0].item(),
+    "linear": lambda p: nn.functional.linear(torch.ones(2, 3), p),
+    "matmul": lambda p: p @ torch.ones(3, 3),
+    "matrix product of itself": lambda p: p @ p,
+    "max": lambda p: p.max(),
+    "mean of columns": lambda p: p.mean(1),
+    "norm of rows": lambda p: p.norm(dim=1),
+    "permute": lambda p: p.permute(1, 0),
+    "reshape": lambda p: p.reshape(3, 4),
+    "softmax": lambda p: p.softmax(-1),
+    "sort": lambda p: p.sort(),
+    "split": lambda p: p.chunk(2),
+    "stack": lambda p: torch.stack([p, p]),
+    "std": lambda p: p.std(),
+    "sum of rows": lambda p: p.sum(0),
+    "topk": lambda p: p.topk(1),
+    "transpose": lambda p: p.t(),
+    "unbind": lambda p: p.unbind(),
+    "view": lambda p: p.view(-1),
+    "view as complex": lambda p: torch.view_as_complex(p),
+    "view as another dtype": lambda p: p.view(torch.int32),
+}
+
+MIXES = {
+    "plain of the same shape": lambda p: p * torch.ones(4, 3),
+    "plain that broadcasts": lambda p: p + torch.ones(3),
+    "plain of one element": lambda p: p + torch.ones(1),
+    "plain first": lambda p: torch.ones(4, 3) - p,
+    "in place on plain": lambda p: torch.ones(4, 3).add_(p),
+    "in place on a plain number": lambda p: torch.ones(()).add_(p),
+    "plain in place": lambda p: p.add_(torch.ones(4, 3)),
+    "out is plain": lambda p: torch.add(p, p, out=torch.empty(4, 3)),
+    "where": lambda p: torch.where(torch.ones(4, 3, dtype=torch.bool), p, p),
+    "masked_fill": lambda p: p.masked_fill(torch.ones(4, 3, dtype=torch.bool), 0),
+    "mask assignment": lambda p: p.__setitem__(torch.ones(4, 3, dtype=torch.bool), 0),
+    "another layout": lambda p: p + shard(torch.ones(4, 3), RaggedShard((0,), (2, 2))),
+    "another shape": lambda p: p + shard(torch.ones(1, 3), RaggedShard((), (0, 1))),
+    "foreach with plain": lambda p: torch._foreach_add([p], [torch.ones(4, 3)]),
+    "foreach onto plain": lambda p: torch._foreach_add_([torch.ones(4, 3)], [p]),
+    "foreach onto a plain number": lambda p: torch._foreach_copy_([torch.ones(())], [p]),
+    "foreach with another layout": lambda p: torch._foreach_mul(
+        [p], [shard(torch.ones(4, 3), RaggedShard((0,), (2, 2)))]
+    ),
+    "bernoulli with probabilities": lambda p: p.bernoulli_(torch.ones(4, 3)),
+}
+
+
+def assert_refused(operation: Callable[[RaggedDTensor], object]) -> None:
+    ragged = shard(torch.ones(4, 3), LAYOUT)
+    with CommDebugMode() as comms, torch.no_grad(), pytest.raises(RaggedShardError) as error:
+        operation(ragged)
+    assert comms.get_total_counts() == 0
+    message = str(error.value)
+    rank = torch.distributed.get_rank()
+    assert "aten." in message and f"rank {rank} of 2" in message
+    assert "shape=(" in message and ".full_tensor()" in message
+    assert torch.equal(ragged.full_tensor(), torch.ones(4, 3))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("operations", ["NEEDS_OTHER_ELEMENTS", "MIXES"])
+def test_operations_are_refused(operations: str) -> None:
+    wrong = {}
+    for name, operation in globals()[operations].items():
+        try:
+            assert_refused(operation)
+        except (Exception, pytest.fail.Exception) as error:
+            wrong[name] = error
+    assert not wrong, wrong
+
+
+@on_ranks(2)
+def test_numbers_and_0_dim_tensors_mix_in() -> None:
+    ragged = shard(torch.ones(4, 3), LAYOUT)
+    for result in (
+        ragged * 2,
+        ragged * torch.tensor(2.0),
+        torch.tensor(2.0, dtype=torch.float64) * ragged,
+        torch._foreach_mul([ragged], torch.tensor(2.0))[0],
+        torch._foreach_mul([ragged], [torch.tensor(2.0)])[0],
+        torch.where(ragged > 0, 2.0, ragged),
+    ):
+        assert result.dtype == torch.float32 and result.placements == (LAYOUT,)
+        assert torch.equal(result.full_tensor(), torch.full((4, 3), 2.0))
+
+
+@on_ranks(2)
+def test_0_dim_shards_promote_dtypes_as_0_dim_tensors_do() -> None:
+    scalar = shard(torch.tensor(2.0), RaggedShard((), (0, 1)))
+    product = scalar * torch.tensor(2.0, dtype=torch.float64)
+    assert product.dtype == torch.float64 and product.full_tensor() == 4
+    assert product.full_tensor().shape == ()
+
+
+def test_the_error_is_a_not_implemented_error() -> None:
+    assert issubclass(RaggedShardError, NotImplementedError)
