@@ -24,7 +24,6 @@ DEADLINE_S = 300.0
 _MOST_NAMED = 8  # ranks that a message describes one by one
 
 _exchanges: dict[str, itertools.count[int]] = {}
-_agreed: set[tuple[str, tuple[str, ...]]] = set()
 
 
 class RanksDisagree(RuntimeError):
@@ -35,18 +34,27 @@ class RanksMissing(RuntimeError):
     """Some ranks did not come to the point that the others reached, within the deadline."""
 
 
+def agree_on_buffers(buffers: Sequence[FlatBuffer]) -> None:
+    """:func:`agree` on the layout of units that are about to be gathered without compilation, once for each."""
+    fresh = [buffer for buffer in buffers if not buffer.agreed]
+    for group in dict.fromkeys(buffer.group for buffer in fresh):
+        members = [buffer for buffer in fresh if buffer.group is group]
+        agree_first(members, "sharded model", [line for buffer in members for line in buffer.describe()])
+
+
 def agree_first(
-    group: dist.ProcessGroup, what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S
+    buffers: Sequence[FlatBuffer], what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S
 ) -> None:
-    """:func:`agree`, unless the ranks agreed on exactly this before.
+    """:func:`agree` in the group of ``buffers``, unless they were agreed on with the same lines before.
 
     So a rank that compiles something again for itself (another batch size, a cache that was evicted) does not
     wait for ranks that don't.
     """
-    key = (group.group_name, (what, *lines))
-    if key not in _agreed:
-        agree(group, what, lines, deadline_s=deadline_s)
-        _agreed.add(key)
+    key = (what, *lines)
+    if not all(key in buffer.agreed for buffer in buffers):
+        agree(buffers[0].group, what, lines, deadline_s=deadline_s)
+        for buffer in buffers:
+            buffer.agreed.add(key)
 
 
 def agree(
@@ -149,7 +157,9 @@ class _Exchange:
         left = max(self.deadline + grace_s - time.monotonic(), 0.01)
         try:
             self.store.wait([f"{self.prefix}/{key}"], timedelta(seconds=left))
-        except dist.DistStoreError:
+        except RuntimeError:  # DistStoreError, or a plain RuntimeError from some stores
+            if time.monotonic() < self.deadline + grace_s:
+                raise
             return None
         return self.store.get(f"{self.prefix}/{key}").decode()
 

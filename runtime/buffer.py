@@ -92,6 +92,7 @@ class FlatBuffer:
         group: the process group that the buffer is sharded over.
         layout, param_dtype, reduce_dtype: derived; plain attributes, because Dynamo guards on them.
         params: the sharded parameters themselves, one for each slot, once they exist.
+        agreed: what all ranks are known to hold alike about this buffer.
         unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
     """
 
@@ -102,6 +103,7 @@ class FlatBuffer:
     policy: CommPolicy
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
+    agreed: set[tuple[str, ...]] = field(default_factory=set)
     unreduced: Tensor | None = None
     unreduced_slots: set[int] = field(default_factory=set)
 
@@ -136,7 +138,11 @@ class FlatBuffer:
             f"unit {self.name}: {len(self.slots)} parameters, {self.shard.dtype}, "
             f"shard of {self.shard.numel()} elements, {self.policy}"
         )
-        return [head, *(f"parameter {slot.name}: shape {slot.shape}, at {slot.offset}" for slot in self.slots)]
+        params = (
+            f"parameter {slot.name}: shape {slot.shape}, at {slot.offset}, requires_grad={param.requires_grad}"
+            for slot, param in zip(self.slots, self.params, strict=True)
+        )
+        return [head, *params]
 
     def view_of(self, index: int, *, trainable: bool) -> ParamView:
         slot = self.slots[index]

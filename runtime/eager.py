@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .agreement import agree_first
 from .boundary import Binding, flat_input
 from .buffer import FlatBuffer
 from .unshard import unshard
@@ -78,7 +77,6 @@ def _key(buffer: FlatBuffer) -> tuple[bool, bool, int]:
 
 
 def _gather(buffer: FlatBuffer) -> _Gathered:
-    agree_first(buffer.group, f"unit {buffer.name}", buffer.describe())
     used: set[int] = set()
     reduced = buffer.sync.in_graph
     flat = flat_input(buffer, buffer.params, reduced=reduced, used=used)

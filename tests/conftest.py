@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite. Tests import this folder's helpers by name: ``from ranks import run_on_ranks``."""
+"""Fixtures of the whole suite. Tests import this folder's helpers by name: ``from ranks import on_ranks``."""
 
 from collections.abc import Iterator
 

@@ -5,9 +5,9 @@
     @on_ranks(2, 4)                         # a test whose body runs on every rank of two worlds
     def test_full_tensor(): ...
 
-Functions are called after ``init_process_group``, with the seed reset. Worlds are started once for each size and
-kept; one in which a rank raised, died or ran past the deadline is shut down, after every rank's Python stack has
-been collected.
+Functions are called after ``init_process_group``, with the seed reset. Worlds are started once for each
+size and kept; one in which a rank raised, died or ran past the deadline is shut down, after every rank's
+Python stack has been collected.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
-for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_variable] = "1"  # before torch is loaded, here and in every rank
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,9 +41,15 @@ DEFAULT_DEADLINE_S = 120.0
 GRACE_S = 3.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
-# One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes seconds.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_variable] = "1"  # of the ranks, which inherit it
+
+# One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
+# seconds.
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.optim"])
+_context.set_forkserver_preload(
+    ["vescale_compile", "torch._dynamo", "torch.distributed.tensor.debug", "pytest"]
+)
 
 
 class RanksFailed(AssertionError):

@@ -109,6 +109,56 @@ def test_ddp_accumulates_without_reducing(two_ranks: dict[str, Any], text: Path,
     assert losses(report)[-1] < 4.0
 
 
+SHARDED_AND_REPLICATED = ("--ranks", "2", "--batch", "2", "--steps", "12", "--log-every", "3")
+
+
+@pytest.fixture(scope="module")
+def replicated(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    backend = ("--backend", "aot_eager", "--ddp")
+    return trained(text, tmp_path_factory.mktemp("ddp"), *SHARDED_AND_REPLICATED, *backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ((), 1e-6),
+        (("--no-reshard",), 1e-6),
+        (("--param-dtype", "bf16"), 1e-2),
+        (("--lowering", "inductor"), 1e-5),
+    ],
+    ids=["eager", "no-reshard", "bf16", "inductor"],
+)
+def test_a_sharded_model_learns_what_a_replicated_one_learns(
+    options: tuple[str, ...],
+    tolerance: float,
+    replicated: dict[str, Any],
+    text: Path,
+    tmp_path: Path,
+) -> None:
+    report = trained(text, tmp_path, *SHARDED_AND_REPLICATED, "--lowering", "eager", *options)
+    assert losses(report) == pytest.approx(losses(replicated), rel=tolerance)
+    assert report["validation_loss"] == pytest.approx(replicated["validation_loss"], rel=tolerance)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_accumulates_as_a_replicated_one_does(text: Path, tmp_path: Path) -> None:
+    options = (*SHARDED_AND_REPLICATED, "--accumulate", "2")
+    sharded = trained(text, tmp_path, *options, "--lowering", "eager")
+    replicated = trained(text, tmp_path, *options, "--backend", "aot_eager", "--ddp")
+    assert losses(sharded) == pytest.approx(losses(replicated), rel=1e-6)
+
+
+def test_graphs_are_dumped_for_every_rank_and_the_folder_is_printed(text: Path, tmp_path: Path) -> None:
+    dump = tmp_path / "graphs"
+    options = ("--ranks", "2", "--batch", "2", "--steps", "1", "--lowering", "eager", "--dump", str(dump))
+    report = trained(text, tmp_path, *options)
+    assert f"graphs before and after each pass: {dump}" in report["printed"]
+    dumped = [{path.name for path in (dump / rank).rglob("*.py")} for rank in ("rank0", "rank1")]
+    assert dumped[0]
+    assert dumped[0] == dumped[1]
+
+
 @pytest.mark.slow
 def test_time_ends_a_run(text: Path, tmp_path: Path) -> None:
     options = ("--ranks", "1", "--batch", "2", "--steps", "100000", "--seconds", "0.1", "--log-every", "2")

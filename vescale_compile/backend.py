@@ -18,9 +18,10 @@ from torch import fx
 from .capture import Capture, capture
 from .compiled import CompiledGraph, check_agreement
 from .dump import GraphDump
-from .options import read_options
+from .options import Options, read_options
 from .passes import run_stage
 from .passes.context import CompileContext, Part, Stage
+from .sharded_module import anything_sharded
 from .torch_internals import (
     WrappedPartitioner,
     aot_compile,
@@ -50,8 +51,7 @@ def vescale(
     read = read_options(options)
     captured = capture(gm, example_inputs)
     if captured is None:
-        _warn_unsharded()
-        return inductor_compile(gm, example_inputs)
+        return _compile_unsharded(gm, example_inputs, read)
     dump = GraphDump(captured.context.rank)
     run_stage(
         Stage.CAPTURED,
@@ -112,9 +112,22 @@ def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, du
     run_stage(Stage.PARTITIONED, gm, context, functools.partial(dump.write, stage=part.value))
 
 
+def _compile_unsharded(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """A graph that reads no sharded parameter: a part of a sharded model, or a model that never was."""
+    if not anything_sharded():
+        _warn_unsharded()
+    if options.lowering == "inductor":
+        return inductor_compile(gm, inputs)
+    return aot_compile(gm, inputs, forward=_run_as_is, backward=_run_as_is, inference=_run_as_is)
+
+
+def _run_as_is(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    return run_boxed(gm)
+
+
 @functools.cache
 def _warn_unsharded() -> None:
     _log.warning(
-        "backend='vescale' was given a graph without sharded parameters; it is compiled by Inductor alone. "
+        "backend='vescale': nothing is sharded, so the model is compiled as it is. "
         "Call vescale_compile.fully_shard(model) before torch.compile to shard it."
     )

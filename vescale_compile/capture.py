@@ -39,8 +39,7 @@ class CapturedUnit:
     def describe(self) -> list[str]:
         """Lines that must be equal on every rank."""
         names = [self.buffer.slots[index].name for index in self.indices]
-        frozen = [name for name, view in zip(names, self.graph.views, strict=True) if not view.trainable]
-        return [*self.buffer.describe(), f"graph input {self.graph.name}: reads {names}, of which frozen {frozen}"]
+        return [*self.buffer.describe(), f"graph input {self.graph.name}: reads {names}"]
 
 
 @dataclass(frozen=True)

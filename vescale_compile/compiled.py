@@ -71,7 +71,8 @@ def check_agreement(captured: Capture, deadline: float) -> None:
     for group in dict.fromkeys(unit.buffer.group for unit in captured.units):
         units = [unit for unit in captured.units if unit.buffer.group is group]
         lines = [line for unit in units for line in unit.describe()]
-        agree_first(group, "compiled graph", [*lines, *_collective_lines(captured.context)], deadline_s=deadline)
+        lines += _collective_lines(captured.context)
+        agree_first([unit.buffer for unit in units], "compiled graph", lines, deadline_s=deadline)
 
 
 def _collective_lines(context: CompileContext) -> list[str]:

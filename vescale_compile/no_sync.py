@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .sharded_module import ShardedModule
+from .sharded_module import buffers_in
 
 
 @contextlib.contextmanager
@@ -24,12 +24,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: no module in it is sharded.
     """
-    syncs = {
-        buffer.sync
-        for part in module.modules()
-        if isinstance(part, ShardedModule) and part._vescale_unit is not None
-        for buffer in part._vescale_unit.buffers
-    }
+    syncs = {buffer.sync for buffer in buffers_in(module)}
     if not syncs:
         raise ValueError("no_sync: the module has no sharded parameters; call fully_shard on it first")
     before = {sync: sync.enabled for sync in syncs}

@@ -1,7 +1,8 @@
 """Which ATen operations a RaggedDTensor knows, and how each runs on the local tensors.
 
-An allow-list. Running any operation on the flat locals would often be wrong without an error (``p.norm(dim=1)``,
-``p.view(-1)``, ``torch.allclose(p, q)``), so each operation is of one of the kinds below, or raises RaggedShardError.
+An allow-list. Running any operation on the flat locals would often be wrong without an error
+(``p.norm(dim=1)``, ``p.view(-1)``, ``torch.allclose(p, q)``), so each operation is of one of the kinds
+below, or raises RaggedShardError.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from vescale_compile import ragged_reductions
 from vescale_compile.ragged_dtensor import RaggedDTensor, wrap
 from vescale_compile.ragged_lists import run_on_lists
-from vescale_compile.ragged_local import first_ragged, my_slice, refuse, same_layout, scalar_operand
+from vescale_compile.ragged_local import (
+    first_ragged,
+    my_slice,
+    refuse,
+    same_layout,
+    scalar_operand,
+    with_defaults,
+)
 from vescale_compile.ragged_shard import RaggedShard
 
 aten = torch.ops.aten
@@ -140,33 +148,34 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``tensor[i]`` and ``tensor[i:j]``: each rank's elements of those rows, aliased."""
     tensor: RaggedDTensor = args[0]
-    dim, *bounds = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-    if dim % tensor.ndim or (func is aten.slice.Tensor and bounds[2] != 1):
+    _, dim, start, end, step = with_defaults(args, 0, None, None, 1)
+    if dim not in (0, -tensor.ndim) or step != 1:
         refuse(func, tensor, "only runs of rows (dimension 0, step 1) are in one piece on each rank")
+    rows = range(tensor.shape[0])
     if func is aten.select.int:
-        first, last, shape = bounds[0] % tensor.shape[0], bounds[0] % tensor.shape[0] + 1, tensor.shape[1:]
+        first, last, shape = rows[start], rows[start] + 1, tensor.shape[1:]
     else:
-        first, last, _ = slice(*bounds).indices(tensor.shape[0])
+        first, last = rows[start:end].start, rows[start:end].stop
         shape = torch.Size((last - first, *tensor.shape[1:]))
     row = math.prod(tensor.shape[1:])
-    held = tensor.placements[0].intervals(tensor.shape)  # type: ignore[attr-defined]
+    held = tensor.placement.intervals(tensor.shape)
     pieces = [(max(start, first * row), min(stop, last * row)) for start, stop in held]
     counts = [max(stop - start, 0) for start, stop in pieces]
     if sum(counts) == 0:
         refuse(func, tensor, "a view without elements")
     rank = tensor.device_mesh.get_local_rank()
     begin = pieces[rank][0] - held[rank][0] if counts[rank] else 0
-    rows = RaggedDTensor.from_local(
+    view = RaggedDTensor.from_local(
         tensor._local_tensor[begin : begin + counts[rank]],
         tensor.device_mesh,
         [RaggedShard(range(len(shape)), counts)],
         shape=shape,
     )
-    return return_and_correct_aliasing(func, args, kwargs, rows)
+    return return_and_correct_aliasing(func, args, kwargs, view)
 
 
 def _new(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``tensor.new_empty(size)`` and its kin: of the same layout if `size` is the global shape, else plain."""
+    """``tensor.new_empty(size)`` and its kin: of the same layout if `size` is the global shape."""
     tensor, size, *rest = args
     local = tensor._local_tensor
     if torch.Size(size) != tensor.shape:

@@ -1,4 +1,4 @@
-"""RaggedDTensor: a DTensor placed by RaggedShard, whose local tensor is a flat run of the whole tensor's elements."""
+"""RaggedDTensor: a DTensor placed by RaggedShard, its local tensor a flat run of the whole's elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 # Private: DTensor's own constructor takes a spec, and no public function returns a subclass of DTensor.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-# Private: optimizers and clip_grad_norm_ take their foreach form only for the tensor types in these two lists.
+# Private: optimizers and clip_grad_norm_ take their foreach form only for the tensor types in these two
+# lists.
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
 
@@ -24,9 +25,15 @@ class RaggedDTensor(DTensor):
     """A tensor of the global shape, of which this rank holds one contiguous run of elements (RaggedShard).
 
     Elementwise operations, ``torch.optim`` steps and initialization run on the local tensor; norms and full
-    reductions reduce over the mesh. Any other operation raises RaggedShardError: nothing is gathered in silence.
-    Inside the forward of a module given to ``fully_shard``, its parameters are whole tensors instead.
+    reductions reduce over the mesh. Any other operation raises RaggedShardError: nothing is gathered in
+    silence. Inside the forward of a module given to ``fully_shard``, its parameters are whole tensors
+    instead.
     """
+
+    @property
+    def placement(self) -> RaggedShard:
+        """The one placement of this tensor."""
+        return self.placements[0]  # type: ignore[return-value]
 
     @staticmethod
     def from_local(  # type: ignore[override]
@@ -41,13 +48,14 @@ class RaggedDTensor(DTensor):
         """Makes a RaggedDTensor of this rank's elements, without communication or copy.
 
         Args:
-            local_tensor: contiguous, one-dimensional, with as many elements as the placement gives this rank.
+            local_tensor: contiguous, one-dimensional, with as many elements as the placement gives this
+                rank.
             device_mesh: a one-dimensional mesh that this rank belongs to.
             placements: one RaggedShard with one count of units for each rank of the mesh.
             shape: the global shape.
             stride: the global strides; only the row-major ones of `shape` are possible.
-            requires_grad: makes the result a leaf that requires gradients. Otherwise the result is differentiable
-                with respect to `local_tensor`, as with ``DTensor.from_local``.
+            requires_grad: makes the result a leaf that requires gradients. Otherwise the result is
+                differentiable with respect to `local_tensor`, as with ``DTensor.from_local``.
 
         Raises:
             ValueError: an argument does not fit the others; the message names the rank.
@@ -58,19 +66,20 @@ class RaggedDTensor(DTensor):
         where = f"RaggedDTensor.from_local on rank {rank} of {device_mesh.size()}"
         if stride is not None and tuple(stride) != row_major_strides(shape):
             raise ValueError(
-                f"{where}: strides {tuple(stride)} for shape {tuple(shape)}; RaggedShard cuts row-major tensors, "
-                f"whose strides are {row_major_strides(shape)}. Call .contiguous() on the whole tensor first."
+                f"{where}: strides {tuple(stride)} for shape {tuple(shape)}; RaggedShard cuts row-major "
+                f"tensors, here {row_major_strides(shape)}. Call .contiguous() on the whole tensor first."
             )
         start, stop = placement.intervals(shape)[rank]
         if local_tensor.shape != (stop - start,) or not local_tensor.is_contiguous():
             raise ValueError(
-                f"{where}: {placement} gives this rank elements [{start}, {stop}) of shape {tuple(shape)}; the local "
-                f"tensor must be contiguous with shape {(stop - start,)}, got shape {tuple(local_tensor.shape)} and "
-                f"strides {local_tensor.stride()}"
+                f"{where}: {placement} gives this rank elements [{start}, {stop}) of shape {tuple(shape)}; "
+                f"the local tensor must be contiguous with shape {(stop - start,)}, got shape "
+                f"{tuple(local_tensor.shape)} and strides {local_tensor.stride()}"
             )
         if local_tensor.device.type not in (device_mesh.device_type, "meta"):
             raise ValueError(
-                f"{where}: the local tensor is on {local_tensor.device}, the mesh on {device_mesh.device_type}"
+                f"{where}: the local tensor is on {local_tensor.device}, the mesh on "
+                f"{device_mesh.device_type}"
             )
         spec = DTensorSpec(
             device_mesh,
@@ -79,20 +88,21 @@ class RaggedDTensor(DTensor):
         )
         if requires_grad:
             return wrap(local_tensor.detach(), spec, requires_grad=True)
-        return _FromLocal.apply(local_tensor, spec)  # type: ignore[return-value]
+        return _FromLocal.apply(local_tensor, spec)
 
     def with_local(self, local: torch.Tensor) -> RaggedDTensor:
         """This tensor's mesh, placement and global shape around another local tensor, which is aliased.
 
         Args:
-            local: one-dimensional, contiguous, with as many elements as this tensor's own; any dtype and device.
+            local: one-dimensional, contiguous, with as many elements as this tensor's own; any dtype and
+                device.
 
         The result is detached from autograd.
         """
         if local.shape != self._local_tensor.shape or not local.is_contiguous():
             raise ValueError(
                 f"with_local on {self!r}: the local tensor must be contiguous with shape "
-                f"{tuple(self._local_tensor.shape)}, got shape {tuple(local.shape)} and strides {local.stride()}"
+                f"{tuple(self._local_tensor.shape)}, got shape {tuple(local.shape)}, strides {local.stride()}"
             )
         return wrap(local, self._spec)
 
@@ -100,17 +110,18 @@ class RaggedDTensor(DTensor):
         """This rank's elements, one-dimensional, aliasing this tensor. Differentiable.
 
         Args:
-            grad_placements: the placement of the gradient that will flow back, by default this tensor's own.
+            grad_placements: the placement of the gradient that will flow back, by default this tensor's
+                own.
         """
         if not torch.is_grad_enabled():
             return self._local_tensor
         placements = self.placements if grad_placements is None else tuple(grad_placements)
         if placements != self.placements:
             raise NotImplementedError(
-                f"to_local on {self!r}: grad_placements {placements}; the gradient of a flat shard can only be placed "
-                f"as the tensor is"
+                f"to_local on {self!r}: grad_placements {placements}; the gradient of a flat shard can only "
+                f"be placed as the tensor is"
             )
-        return _ToLocal.apply(self)  # type: ignore[return-value]
+        return _ToLocal.apply(self)
 
     def redistribute(  # type: ignore[override]
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
@@ -142,14 +153,13 @@ class RaggedDTensor(DTensor):
         return replicated.to_local(grad_placements=grad_placements or [Replicate()])
 
     def __repr__(self) -> str:  # type: ignore[override]
-        mesh, placement = self.device_mesh, self.placements[0]
-        assert isinstance(placement, RaggedShard)
+        mesh = self.device_mesh
         rank = mesh.get_local_rank()
-        start, stop = placement.intervals(self.shape)[rank]
+        start, stop = self.placement.intervals(self.shape)[rank]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
-            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, {placement}, "
-            f"rank {rank} of {mesh.size()} holds [{start}, {stop}){grad})"
+            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"{self.placement}, rank {rank} of {mesh.size()} holds [{start}, {stop}){grad})"
         )
 
     @staticmethod
@@ -161,7 +171,7 @@ class RaggedDTensor(DTensor):
         return wrap(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         from vescale_compile.ragged_dispatch import dispatch
@@ -191,8 +201,8 @@ def wrap(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False)
         spec = DTensorSpec(
             spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype)
         )
-    # DTensor's constructor copies the local's storage offset to the wrapper, which has no storage to match, and
-    # deepcopy and torch.save then fail: make it of a tensor at offset 0.
+    # DTensor's constructor copies the local's storage offset to the wrapper, which has no storage to match,
+    # and deepcopy and torch.save then fail: make it of a tensor at offset 0.
     origin = local if local.storage_offset() == 0 else local.new_empty(0)
     tensor: RaggedDTensor = RaggedDTensor(origin, spec, requires_grad=requires_grad)
     if origin is not local:
@@ -215,8 +225,8 @@ def check_layout(
     placement = placements[0]
     if len(placement.local_units) != device_mesh.size():
         raise ValueError(
-            f"rank {device_mesh.get_local_rank()}: {placement} counts units for {len(placement.local_units)} ranks, "
-            f"the mesh has {device_mesh.size()}"
+            f"rank {device_mesh.get_local_rank()}: {placement} counts units for "
+            f"{len(placement.local_units)} ranks, the mesh has {device_mesh.size()}"
         )
     placement.unit_numel(shape)
     return placement
@@ -229,12 +239,12 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:  # type: ignore[override]
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
         ctx.spec = spec
         return wrap(local.view_as(local), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:
         from vescale_compile.ragged_redistribute import redistribute
 
         return redistribute(grad, ctx.spec.mesh, ctx.spec.placements).to_local(), None
@@ -242,10 +252,10 @@ class _FromLocal(torch.autograd.Function):
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
         ctx.spec = tensor._spec
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
         return wrap(grad.contiguous(), ctx.spec)

@@ -1,7 +1,7 @@
 """Moves tensors between RaggedShard and the other placements of a one-dimensional mesh, one collective each.
 
-A ragged shard and a Shard(0) shard are both one run of the row-major flattened tensor, in rank order. So each rank's
-shard falls, uncopied and in order, into one piece for every rank of the target layout.
+A ragged shard and a Shard(0) shard are both one run of the row-major flattened tensor, in rank order. So
+each rank's shard falls, uncopied and in order, into one piece for every rank of the target layout.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from vescale_compile.ragged_shard import RaggedShard
 
 c10d = torch.ops._c10d_functional
 
-Intervals = Sequence[tuple[int, int]]
+Intervals = tuple[tuple[int, int], ...]
 
 
 def to_ragged(tensor: DTensor, placement: RaggedShard) -> RaggedDTensor:
     """A DTensor under a ragged placement of its mesh. Differentiable; every rank must call it.
 
     Args:
-        tensor: a DTensor on a one-dimensional mesh, placed by Replicate (a slice, no communication), Shard(d) or
-            RaggedShard (an all-to-all of what moves; Shard(d) with d > 0 becomes Shard(0) first), or by a Partial
-            sum or average (a reduce-scatter).
+        tensor: a DTensor on a one-dimensional mesh, placed by Replicate (a slice, no communication),
+            Shard(d) or RaggedShard (an all-to-all of what moves; Shard(d) with d > 0 becomes Shard(0)
+            first), or by a Partial sum or average (a reduce-scatter).
         placement: one count of units for each rank of the mesh.
     """
     return redistribute(tensor, tensor.device_mesh, [placement])  # type: ignore[return-value]
@@ -58,19 +58,19 @@ def redistribute(tensor: DTensor, device_mesh: DeviceMesh, placements: Sequence[
         target = Shard(target.dim + tensor.ndim)
     if target == tensor.placements[0]:
         return tensor
-    return _Redistribute.apply(tensor, target)  # type: ignore[return-value]
+    return _Redistribute.apply(tensor, target)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, target: Placement) -> DTensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: DTensor, target: Placement) -> DTensor:
         # As DTensor's: the gradient of a Partial tensor is replicated.
         source = tensor.placements[0]
         ctx.source = Replicate() if isinstance(source, Partial) else source
         return _move(tensor, target)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
         return redistribute(grad, grad.device_mesh, [ctx.source]), None
 
 
@@ -131,7 +131,7 @@ def _intervals(placement: Placement, mesh: DeviceMesh, shape: Sequence[int]) -> 
 
 
 def _all_gather(local: torch.Tensor, intervals: Intervals, group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole flat tensor on every rank; shards are padded to the largest, unless one rank holds everything."""
+    """The whole flat tensor on every rank; shards are padded to the largest, unless one is the whole."""
     sizes = [stop - start for start, stop in intervals]
     numel, largest = sum(sizes), max(sizes)
     if numel == 0:
@@ -141,7 +141,9 @@ def _all_gather(local: torch.Tensor, intervals: Intervals, group: dist.ProcessGr
         sent = sent if sent.numel() else sent.new_empty(numel)
         return c10d.wait_tensor(c10d.broadcast(sent, sizes.index(numel), group.group_name)).view(local.dtype)
     sent = F.pad(sent, (0, largest - sent.numel()))
-    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, len(sizes), group.group_name)).view(local.dtype)
+    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, len(sizes), group.group_name)).view(
+        local.dtype
+    )
     if largest * len(sizes) == numel:
         return gathered
     return torch.cat([gathered[rank * largest :][:size] for rank, size in enumerate(sizes)])

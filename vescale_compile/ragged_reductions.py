@@ -1,8 +1,9 @@
-"""Norms and full reductions of RaggedDTensors: plain tensors, the same on every rank, by one all-reduce each."""
+"""Norms and full reductions of RaggedDTensors: plain tensors, equal on every rank, by one all-reduce each."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,15 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_compile.ragged_dtensor import RaggedDTensor
-from vescale_compile.ragged_local import common_mesh, first_ragged, refuse
+from vescale_compile.ragged_local import (
+    common_mesh,
+    first_ragged,
+    is_partial,
+    is_replicated,
+    refuse,
+    with_defaults,
+)
 
 
 def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``torch.linalg.vector_norm`` over all dimensions."""
-    tensor, order, dim, keepdim = (*args, *(2, None, False)[len(args) - 1 :])
-    if not isinstance(order, int | float):
-        order = 2
-    if dim is not None and sorted(d % tensor.ndim for d in dim) != list(range(tensor.ndim)):
+    tensor, order, dim, keepdim = with_defaults(args, 2, None, False)
+    if dim and sorted(d % tensor.ndim for d in dim) != list(range(tensor.ndim)):
         refuse(func, tensor, f"a norm over dimensions {tuple(dim)} alone")
     (norm,) = _norms(func, tensor, [tensor], order, kwargs.get("dtype"))
     return norm.reshape((1,) * tensor.ndim) if keepdim else norm
@@ -27,12 +33,12 @@ def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The norm of every tensor in a list, which may also hold plain tensors and DTensors of the same mesh."""
-    tensors, order, dtype = (*args, *(2, None)[len(args) - 1 :])
-    return _norms(func, first_ragged(args, kwargs), tensors, order, kwargs.get("dtype", dtype))
+    tensors, order, dtype = with_defaults(args, 2, None)
+    return _norms(func, first_ragged(args, kwargs), tensors, order, dtype)
 
 
 def unscale_and_find_inf(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler's division of gradients by the scale; a non-finite one is found on every rank, or on none."""
+    """GradScaler's division of gradients by the scale; a non-finite one is found on every rank or none."""
     tensors, found_inf, inverse_scale = args
     mesh = common_mesh(func, first_ragged(args, kwargs), tensors)
     func([_local(tensor) for tensor in tensors], found_inf, inverse_scale)
@@ -68,13 +74,13 @@ def total(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 def _norms(
     func: OpOverload,
     like: RaggedDTensor,
-    tensors: list[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
     order: float,
     dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
     """Every tensor's norm. The powers of the sharded ones' local norms are summed in double precision."""
     mesh = common_mesh(func, like, tensors)
-    norms = [_local_norm(tensor, order, dtype) for tensor in tensors]
+    norms = _local_norms(tensors, order, dtype)
     sharded = [i for i, tensor in enumerate(tensors) if _is_sharded(func, like, tensor)]
     values = torch.stack([norms[i].to(torch.float64) for i in sharded])
     if math.isinf(order):
@@ -88,24 +94,27 @@ def _norms(
     return [norm.to(dtype or tensor.dtype.to_real()) for norm, tensor in zip(norms, tensors, strict=True)]
 
 
-def _local_norm(tensor: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    local = _local(tensor)
-    if dtype is None and _is_short_float(local.dtype):
+def _local_norms(
+    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    held = [_local(tensor) for tensor in tensors]
+    if dtype is None and all(_is_short_float(local.dtype) for local in held):
         dtype = torch.float32
-    if local.numel() == 0 and (order < 0 or math.isinf(order)):
-        # What an empty set adds to a minimum, a maximum, or a sum of negative powers.
-        return local.new_full((), 0.0 if order > 0 else math.inf, dtype=torch.float64)
-    return torch.linalg.vector_norm(local, order, dtype=dtype)
+    present = [local for local in held if local.numel() > 0]
+    norms = iter(torch._foreach_norm(present, order, dtype=dtype) if present else ())
+    # What nothing adds to a minimum or to a sum of negative powers; to a maximum or a sum.
+    empty = math.inf if order < 0 else 0.0
+    return [
+        next(norms) if local.numel() > 0 else local.new_full((), empty, dtype=torch.float64) for local in held
+    ]
 
 
 def _is_sharded(func: OpOverload, like: RaggedDTensor, tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
-    if any(placement.is_partial() for placement in tensor.placements):
-        refuse(
-            func, like, f"the list also holds a tensor placed by {tensor.placements}; redistribute it first"
-        )
-    return not all(placement.is_replicate() for placement in tensor.placements)
+    if is_partial(tensor):
+        refuse(func, like, f"the list also holds a tensor placed by {tensor.placements}; redistribute it")
+    return not is_replicated(tensor)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

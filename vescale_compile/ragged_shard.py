@@ -25,12 +25,13 @@ class RaggedShard(Placement):
     """A tensor, flattened row-major, dealt out in rank order in whole units.
 
     Args:
-        dims: the leading dimensions ``(0, ..., i-1)`` that may be cut. With ``()`` the tensor is one unit, and one
-            rank holds it.
+        dims: the leading dimensions ``(0, ..., i-1)`` that may be cut. With ``()`` the tensor is one unit,
+            and one rank holds it.
         local_units: how many units each rank of the (one-dimensional) mesh holds; zeros are allowed.
 
-    For a tensor of `numel` elements the unit is ``numel / sum(local_units)`` elements, and must be a whole number of
-    the sub-tensors that `dims` leave uncut. The local tensor of a rank is contiguous and one-dimensional.
+    For a tensor of `numel` elements the unit is ``numel / sum(local_units)`` elements, and must be a whole
+    number of the sub-tensors that `dims` leave uncut. The local tensor of a rank is contiguous and
+    one-dimensional.
 
     Raises:
         ValueError: `dims` is no prefix, or `local_units` is empty, negative, or all zero.
@@ -81,8 +82,8 @@ class RaggedShard(Placement):
         unit, uncut = numel // total, math.prod(shape[len(self.dims) :])
         if numel and unit % uncut:
             raise ValueError(
-                f"{self} makes units of {unit} elements for shape {tuple(shape)}; a unit must be a multiple of "
-                f"{uncut} elements, the size of the dimensions outside dims={self.dims}"
+                f"{self} makes units of {unit} elements for shape {tuple(shape)}; a unit must be a multiple "
+                f"of {uncut} elements, the size of the dimensions outside dims={self.dims}"
             )
         return unit
 
@@ -98,6 +99,5 @@ class RaggedShard(Placement):
 @lru_cache(maxsize=4096)
 def _intervals(placement: RaggedShard, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     unit = placement.unit_numel(shape)
-    return tuple(
-        itertools.pairwise(itertools.accumulate((n * unit for n in placement.local_units), initial=0))
-    )
+    stops = itertools.accumulate((units * unit for units in placement.local_units), initial=0)
+    return tuple(itertools.pairwise(stops))

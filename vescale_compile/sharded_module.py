@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from .ragged_dtensor import RaggedDTensor
 from .runtime import eager
+from .runtime.agreement import agree_on_buffers
 from .runtime.boundary import Binding
 from .runtime.buffer import FlatBuffer
 from .runtime.marker import unshard_param
@@ -83,6 +84,8 @@ class ShardedModule(nn.Module):
         try:
             if compiling:
                 return forward(*args, **kwargs)
+            if not was_running:
+                agree_on_buffers(buffers_in(self))
             with eager.gathered_once(buffers_read_by(self)):
                 return forward(*args, **kwargs)
         finally:
@@ -126,6 +129,11 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn
     return type(original.__name__, (ShardedModule, original), body)
 
 
+def anything_sharded() -> bool:
+    """Whether this process ever sharded a module."""
+    return _sharded_class.cache_info().currsize > 0
+
+
 def _reader(name: str) -> Callable[[ShardedModule], Any]:
     def read(module: ShardedModule) -> Any:
         if name not in module._parameters:
@@ -147,6 +155,12 @@ def buffers_read_by(module: ShardedModule) -> list[FlatBuffer]:
     own = [access.buffer for access in module._vescale_access.values()]
     unit = module._vescale_unit.buffers if module._vescale_unit is not None else ()
     return list(dict.fromkeys([*unit, *own]))
+
+
+def buffers_in(module: nn.Module) -> list[FlatBuffer]:
+    """Buffers of all units in the module, and those that its parts read besides."""
+    parts = [part for part in module.modules() if isinstance(part, ShardedModule)]
+    return list(dict.fromkeys(buffer for part in parts for buffer in buffers_read_by(part)))
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -77,7 +77,7 @@ def aot_compile(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
     inference: Callable[..., Any],
-    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = min_cut_rematerialization_partition,
 ) -> CompiledGraph:
     """AOTAutograd with our compilers. The public ``aot_module_simplified`` lacks Dynamo's bookkeeping."""
     return _aot_autograd(

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--dump", type=Path, metavar="DIR", help="write the graphs before and after each pass")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, default=400, metavar="N", help="(%(default)s)")
+    training.add_argument("--steps", type=_positive, default=300, metavar="N", help="(%(default)s)")
     training.add_argument("--seconds", type=_positive_float, metavar="S", help="stop after this time")
     training.add_argument(
         "--batch", type=_positive, default=8, metavar="N", help="windows a rank (%(default)s)"
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     output = parser.add_argument_group("output")
     output.add_argument("--log-every", type=_positive, default=10, metavar="N", help="steps (%(default)s)")
-    output.add_argument("--sample", type=int, default=400, metavar="N", help="bytes to write; 0: none (400)")
+    output.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write; 0: none (300)")
     output.add_argument("--prompt", metavar="TEXT", help="what the sample continues (some unseen text)")
     output.add_argument(
         "--temperature", type=float, metavar="T", help="of the sample; 0: likeliest byte (0.7)"
@@ -198,6 +198,9 @@ def _start_ranks(settings: TrainSettings, device_type: str, ranks: int) -> int:
         except (ProcessRaisedException, ProcessExitedException) as error:
             print(f"train: rank {error.error_index} failed: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print("train: interrupted", file=sys.stderr)
+            return 130
     return 0
 
 

@@ -49,7 +49,7 @@ def smallest_shard(
 
 
 def published_shard(items: Sequence[Item], world_size: int, alignment: int) -> int:
-    """The algorithm of arXiv 2602.22437, section 5: largest tensors first, S a multiple of the LCM of a prefix.
+    """The algorithm of arXiv 2602.22437: largest tensors first, S a multiple of the LCM of a prefix.
 
     For each prefix, a binary search over the multiples with the placement of the fixed order as the check.
     """

@@ -39,7 +39,6 @@ def test_a_layout_may_end_in_a_shorter_block_and_cut_between_blocks() -> None:
         ((Item(10, 4), Item(2, 1)), (0, 9), 8, "before the end of its predecessor"),
         ((Item(10, 4),), (7,), 8, "past 2 x 8"),
         ((Item(10, 4),), (1,), 8, "a block of 4 elements .* is cut"),
-        ((Item(20, 5),), (2,), 12, "a block of 5 elements .* is cut"),
         ((Item(2, 1),), (0,), 6, "no positive multiple of 4"),
         ((Item(2, 1),), (-1,), 8, "before the end of its predecessor"),
     ],

@@ -97,9 +97,8 @@ def test_a_greedy_order_holds_every_item_and_fits(instance: list[Item], world_si
 
 
 def test_the_exact_order_succeeds_where_the_greedy_one_fails() -> None:
-    # Shards of 10: {6, 4}, {5, 5} fill both; taking the largest that fits first leaves 5 with nowhere to go.
-    kinds = Counter([Item(6, 6), Item(5, 5), Item(5, 5), Item(4, 4)])
-    assert exact_order(kinds, 10, 20) is not None
-    kinds = Counter([Item(5, 5), Item(4, 4), Item(4, 4), Item(3, 3), Item(2, 2), Item(2, 2)])
-    assert exact_order(kinds, 10, 20) is not None
-    assert exact_order(kinds, 9, 20) is None
+    # Only 1, 6, 3 fills two shards of 5: the 6 must start at 1 to be cut after its first block of 4.
+    kinds = Counter([Item(6, 4), Item(3, 3), Item(1, 1)])
+    assert greedy_order(kinds, sorted(kinds, reverse=True), 5, 10) is None
+    assert exact_order(kinds, 5, 10) == [Item(1, 1), Item(6, 4), Item(3, 3)]
+    assert exact_order(kinds, 5, 9) is None

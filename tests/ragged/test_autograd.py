@@ -61,9 +61,7 @@ def test_from_local_gives_the_gradient_to_the_local_tensor() -> None:
 @on_ranks(2)
 def test_from_local_makes_leaves() -> None:
     local = shard(FULL, LAYOUT).to_local()
-    ragged = RaggedDTensor.from_local(
-        local, world_mesh(), [LAYOUT], shape=(4, 3), requires_grad=True
-    )
+    ragged = RaggedDTensor.from_local(local, world_mesh(), [LAYOUT], shape=(4, 3), requires_grad=True)
     assert ragged.is_leaf and ragged.requires_grad
     assert ragged.to_local().data_ptr() == local.data_ptr()
 

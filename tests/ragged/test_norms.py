@@ -21,7 +21,9 @@ SHAPES = [(7, 3), (1, 5), (4,), ()]
 def place(full: torch.Tensor) -> torch.Tensor:
     """Empty shards on some ranks, for every shape."""
     ones = torch.distributed.get_world_size() - 1
-    return shard(full, uneven(7) if full.ndim == 2 and len(full) == 7 else RaggedShard((), (0,) * ones + (1,)))
+    return shard(
+        full, uneven(7) if full.ndim == 2 and len(full) == 7 else RaggedShard((), (0,) * ones + (1,))
+    )
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -127,9 +129,7 @@ def test_full_reductions() -> None:
                 result = getattr(ragged, name)()
                 assert type(result) is torch.Tensor
                 torch.testing.assert_close(result, getattr(full, name)())
-            torch.testing.assert_close(
-                ragged.sum(dtype=torch.float64), full.sum(dtype=torch.float64)
-            )
+            torch.testing.assert_close(ragged.sum(dtype=torch.float64), full.sum(dtype=torch.float64))
     assert not place(torch.zeros(7, 3)).isfinite().logical_not().any()
 
 

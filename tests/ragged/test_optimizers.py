@@ -1,5 +1,6 @@
 """torch.optim on RaggedDTensors: the unsharded parameters' values, bit for bit, without communication."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +32,7 @@ LOOP_AND_FOREACH = {
     "rmsprop": lambda p, **form: optim.RMSprop(p, momentum=0.9, centered=True, **form),
     "rprop": optim.Rprop,
     "sgd": optim.SGD,
-    "sgd nesterov": lambda p, **form: optim.SGD(
-        p, momentum=0.9, nesterov=True, weight_decay=0.1, **form
-    ),
+    "sgd nesterov": lambda p, **form: optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=0.1, **form),
     "sgd tensor lr": lambda p, **form: optim.SGD(p, lr=torch.tensor(1e-2), momentum=0.9, **form),
 }
 FUSED = {
@@ -92,7 +91,10 @@ def mixed(full: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal_to_unsharded(
-    make: Callable[..., optim.Optimizer], form: dict[str, Any], shapes: list[tuple[int, ...]], **tolerance: float
+    make: Callable[..., optim.Optimizer],
+    form: dict[str, Any],
+    shapes: list[tuple[int, ...]],
+    **tolerance: float,
 ) -> None:
     expected = train(make, form, torch.clone, shapes)
     # DTensor itself can't run Rprop's loop.
@@ -141,8 +143,8 @@ def test_foreach_is_the_default_where_it_is_for_plain_tensors() -> None:
     supported = "_get_foreach_kernels_supported_devices"  # not the CPU, unless this says so
     param = torch.nn.Parameter(as_ragged(torch.randn(5, 3)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.utils._foreach_utils, supported, lambda: ["cpu"])
-        patch.setattr(torch.optim.optimizer, supported, lambda: ["cpu"])
+        for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+            patch.setattr(sys.modules[module], supported, lambda: ["cpu"])
         assert _default_to_fused_or_foreach([param], differentiable=False) == (False, True)
         assert _has_foreach_support([param], param.device)
 

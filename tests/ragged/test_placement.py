@@ -1,6 +1,7 @@
 """RaggedShard counts each rank's share in units of whole blocks."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -49,9 +50,7 @@ def test_impossible_placements_are_refused(dims: tuple, units: tuple, message: s
         (RaggedShard((0, 1), (1, 1)), (4,), "cuts 2 dimensions"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(
-    placement: RaggedShard, shape: tuple, message: str
-) -> None:
+def test_shapes_that_do_not_fit_are_refused(placement: RaggedShard, shape: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         placement.intervals(shape)
 
@@ -82,4 +81,4 @@ def test_intervals_partition_the_tensor(units: list[int], unit_rows: int) -> Non
     intervals = RaggedShard((0,), units).intervals(shape)
     assert [stop - start for start, stop in intervals] == [n * unit_rows * 3 for n in units]
     assert intervals[0][0] == 0 and intervals[-1][1] == shape[0] * 3
-    assert all(a[1] == b[0] for a, b in zip(intervals, intervals[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(intervals))

@@ -1,4 +1,4 @@
-"""The harness: results by rank, failures with every rank's traceback or stack, and a fresh world afterwards."""
+"""The harness: results by rank, failures with every rank's traceback or stack, then a fresh world."""
 
 import os
 import time

@@ -59,9 +59,7 @@ def test_from_local_checks_what_it_is_given() -> None:
     }.items():
         given = {"local": local, "mesh": mesh, "placements": [LAYOUT], "shape": (4, 3)} | arguments
         with pytest.raises(ValueError, match=message):
-            RaggedDTensor.from_local(
-                given.pop("local"), given.pop("mesh"), given.pop("placements"), **given
-            )
+            RaggedDTensor.from_local(given.pop("local"), given.pop("mesh"), given.pop("placements"), **given)
 
 
 @on_ranks(2)
@@ -111,9 +109,7 @@ def test_conversions_and_copies_are_of_the_shard() -> None:
 def test_copy_takes_the_slice_of_a_whole_tensor() -> None:
     _, ragged = in_a_buffer()
     for source in (FULL.double(), torch.ones(4, 1), torch.ones(3), torch.tensor(2.0), FULL.t().clone().t()):
-        assert torch.equal(
-            ragged.copy_(source).full_tensor(), torch.empty(4, 3).copy_(source)
-        )
+        assert torch.equal(ragged.copy_(source).full_tensor(), torch.empty(4, 3).copy_(source))
     assert_same(ragged.copy_(shard(FULL, LAYOUT).double()), shard(FULL, LAYOUT))
 
 
@@ -144,7 +140,10 @@ def test_parameters_keep_their_class_and_attributes() -> None:
 def test_deepcopy_keeps_the_aliasing_of_a_buffer() -> None:
     buffer, ragged = in_a_buffer()
     module = nn.Module()
-    module.weight, module.bias = nn.Parameter(ragged), nn.Parameter(ragged.with_local(buffer[20:][: ragged.to_local().numel()]))
+    module.weight, module.bias = (
+        nn.Parameter(ragged),
+        nn.Parameter(ragged.with_local(buffer[20:][: ragged.to_local().numel()])),
+    )
     module.register_buffer("flat", buffer)
     module.weight.grad = torch.ones_like(ragged)
     copied = copy.deepcopy(module)

@@ -118,6 +118,8 @@ def train(settings: TrainSettings, device: torch.device) -> Report:
             flush=True,
         )
     optimize(settings, training, data, report, device)
+    if rank == 0:
+        print("compiling for inference…", flush=True)
     report.validation_loss = mean_loss(
         training.forward, text.validation, windows=VALIDATION_WINDOWS, length=settings.seq, device=device
     )

@@ -15,14 +15,20 @@ from vescale_compile.planner.bound import Items, shard_lower_bound
 from vescale_compile.planner.layout import Item
 from vescale_compile.planner.search import Found, search
 
-SPLIT_SAVING = 0.01
-"""A further buffer must save this share of the unit's elements: about what its extra collective costs."""
+LEAST_SAVING = 0.01
+"""A further buffer must save this share of the unit's elements ..."""
+
+LEAST_SAVING_BYTES = 16 * 1024
+"""... and so many bytes for each rank: a step of a ring collective moves no more in the time that it takes to
+start, so a smaller saving costs more in latency than it gains in bandwidth."""
 
 MOST_CLASSES = 7
 """Block sizes that are told apart; their partitions are enumerated. The smallest ones stay together."""
 
 
-def split(items: Sequence[Item], world_size: int, alignment: int, *, keep_order: bool) -> list[Found]:
+def split(
+    items: Sequence[Item], world_size: int, alignment: int, *, itemsize: int, keep_order: bool
+) -> list[Found]:
     """The buffers, their items and layouts, that minimize elements for each rank plus the price of buffers.
 
     Items with the same block share a buffer. The best partition is found over proven lower bounds first; the
@@ -30,7 +36,8 @@ def split(items: Sequence[Item], world_size: int, alignment: int, *, keep_order:
     partition consists of these alone. So nothing is laid out that could not have been part of the answer.
     """
     kinds = Counter(items)
-    price = SPLIT_SAVING * sum(item.numel for item in items) / world_size
+    share = sum(item.numel for item in items) / world_size
+    price = max(LEAST_SAVING * share, LEAST_SAVING_BYTES / itemsize)
     classes = _classes(kinds, alignment)
     chosen = [
         set().union(*(block for i, block in enumerate(classes) if mask >> i & 1))

@@ -45,7 +45,7 @@ def plan_unit(
         raise ValueError(f"plan_unit: world_size is {world_size}; it must be at least 1")
     if alignment_bytes < 1:
         raise ValueError(f"plan_unit: alignment_bytes is {alignment_bytes}; it must be at least 1")
-    pieces = _plan_content(tuple(map(_content, tensors)), world_size, alignment_bytes, keep_order)
+    pieces = plan_content(tuple(map(_content, tensors)), world_size, alignment_bytes, keep_order)
     return UnitPlan(
         tuple(
             BufferPlan(tuple(map(tensors.__getitem__, indices)), layout, bound)
@@ -55,7 +55,7 @@ def plan_unit(
 
 
 @lru_cache(maxsize=1024)
-def _plan_content(
+def plan_content(
     content: tuple[tuple[Item, int], ...], world_size: int, alignment_bytes: int, keep_order: bool
 ) -> tuple[tuple[tuple[int, ...], Layout, int], ...]:
     """For each buffer: its items as positions in ``content``, in buffer order, its layout and its bound."""
@@ -67,7 +67,7 @@ def _plan_content(
             if size == itemsize:
                 waiting[item].append(index)
         items = [item for item, size in content if size == itemsize]
-        for found in split(items, world_size, alignment, keep_order=keep_order):
+        for found in split(items, world_size, alignment, itemsize=itemsize, keep_order=keep_order):
             layout = Layout(found.items, found.starts, world_size, found.shard, alignment)
             pieces.append((tuple(waiting[item].popleft() for item in found.items), layout, found.bound))
     return tuple(pieces)

@@ -1,0 +1,183 @@
+"""Ways of calling a compiled model: other shapes, no gradients, several models, several forwards."""
+
+import subprocess
+import sys
+import textwrap
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import vescale_compile as vc
+from ranks import on_ranks
+from torch import nn
+
+
+def unsharded(model: models.Model = models.Uneven, backend: str = "aot_eager"):
+    built = models.build(model)
+    return built, torch.compile(built, backend=backend)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@on_ranks(2)
+def test_batches_of_other_shapes_train_exactly(dynamic):
+    torch._dynamo.reset()
+    data = [models.batches(1, 11, shape=shape)[0] for shape in [(2, 5), (3, 5), (4, 7), (2, 5)]]
+    model = vc.fully_shard(models.build(models.Uneven))
+    call = torch.compile(model, backend="vescale", options={"lowering": "eager"}, dynamic=dynamic)
+    losses = models.train(call, model.parameters(), data)
+    reference = models.build(models.Uneven)
+    compiled = torch.compile(reference, backend="aot_eager", dynamic=dynamic)
+    optimizer = models.adamw(reference.parameters())
+    for (tokens, labels), ours in zip(data, losses, strict=True):
+        loss = compiled(tokens, labels)
+        loss.backward()
+        models.average_gradients(reference)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert abs(loss.item() - ours) < 1e-6
+    assert models.largest_difference(model, reference) < 1e-6
+
+
+@on_ranks(2)
+def test_ranks_may_have_batches_of_different_shapes():
+    """One rank compiles again, the other does not: nothing waits for it."""
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    sizes = [(2, 5), (2, 5), (3 + dist.get_rank(), 6 + dist.get_rank()), (2, 5)]
+    for shape in sizes:
+        loss = call(*models.batches(1, 11, shape=shape)[0])
+        loss.backward()
+    assert all(torch.isfinite(p.grad.to_local()).all() for p in model.parameters())
+
+
+@on_ranks(2)
+def test_evaluation_between_steps_sees_the_current_parameters():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    reference, compiled = unsharded()
+    data = models.batches(4, 11)
+    optimizers = [models.adamw(model.parameters()), models.adamw(reference.parameters())]
+    for (tokens, labels), mode in zip(data, [torch.no_grad, torch.inference_mode] * 2, strict=True):
+        call(tokens, labels).backward()
+        compiled(tokens, labels).backward()
+        models.average_gradients(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with mode():
+            assert call(tokens, labels).item() == compiled(tokens, labels).item()
+
+
+@on_ranks(2)
+def test_two_forwards_then_one_backward():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    reference, compiled = unsharded()
+    one, two = models.batches(2, 11)
+    (call(*one) + call(*two)).backward()
+    (compiled(*one) + compiled(*two)).backward()
+    models.average_gradients(reference)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad.full_tensor() - theirs.grad).abs().max() < 1e-7
+
+
+@on_ranks(2)
+def test_a_second_model_of_the_same_class_uses_its_own_parameters():
+    torch._dynamo.reset()
+    data = models.batches(2, 11)
+    for seed in (0, 1):
+        model = vc.fully_shard(models.build(models.Uneven, seed))
+        call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+        losses = models.train(call, model.parameters(), data)
+        reference = models.build(models.Uneven, seed)
+        optimizer = models.adamw(reference.parameters())
+        compiled = torch.compile(reference, backend="aot_eager")
+        for (tokens, labels), ours in zip(data, losses, strict=True):
+            loss = compiled(tokens, labels)
+            assert loss.item() == ours
+            loss.backward()
+            models.average_gradients(reference)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_one_compiled_block_serves_every_layer():
+    """Regional compilation: each block is compiled by itself, the root is not."""
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(models.Uneven))
+    for layer in model.layers:
+        layer.compile(backend="vescale", options={"lowering": "eager"})
+    data = models.batches(3, 11)
+    losses = models.train(model, model.parameters(), data)
+    _, expected = models.train_unsharded(models.Uneven, data, backend=None)
+    assert losses == pytest.approx(expected, abs=1e-6)
+
+
+@on_ranks(2)
+def test_clipping_between_backward_and_step_is_that_of_the_whole_gradient():
+    model, call = models.sharded(models.Uneven)
+    reference, compiled = unsharded()
+    data = models.batches(1, 11)[0]
+    call(*data).backward()
+    compiled(*data).backward()
+    models.average_gradients(reference)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_unfreezing_a_parameter_takes_effect():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    weight = model.get_parameter("head.weight")
+    weight.requires_grad_(False)
+    call(*models.batches(1, 11)[0]).backward()
+    assert weight.grad is None
+    weight.requires_grad_(True)
+    call(*models.batches(1, 11)[0]).backward()
+    assert weight.grad is not None
+
+
+def test_a_model_that_is_not_sharded_compiles_with_one_warning():
+    program = """
+        import torch
+        for width in (2, 3):
+            model = torch.nn.Linear(width, 2)
+            call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+            assert torch.equal(call(torch.ones(1, width)), model(torch.ones(1, width)))
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert result.stderr.count("Call vescale_compile.fully_shard(model)") == 1, result.stderr
+
+
+@on_ranks(2)
+def test_writing_to_a_parameter_in_forward_is_refused():
+    class Writes(models.Uneven):
+        def forward(self, tokens, labels):
+            with torch.no_grad():
+                self.head.weight.mul_(0.5)
+            return super().forward(tokens, labels)
+
+    for compile in ("eager", None):
+        torch._dynamo.reset()
+        _, call = models.sharded(Writes, compile=compile)
+        with pytest.raises(Exception, match="written to inside forward") as caught:
+            call(*models.batches(1, 11)[0])
+        assert f"rank {dist.get_rank()}" in str(caught.value)
+
+
+def test_an_option_that_does_not_exist_is_refused():
+    with pytest.raises(Exception, match=r"unknown vescale options \['lowring'\]"):
+        torch.compile(nn.Linear(2, 2), backend="vescale", options={"lowring": "eager"})(torch.ones(1, 2))
+
+
+def test_an_impossible_option_is_refused():
+    with pytest.raises(Exception, match="choose one of inductor, eager"):
+        torch.compile(nn.Linear(2, 2), backend="vescale", options={"lowering": "cpp"})(torch.ones(1, 2))

@@ -1,0 +1,84 @@
+"""A rank whose model differs is named on every rank, before the first step, within a deadline."""
+
+import time
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import vescale_compile as vc
+from ranks import on_ranks
+from torch import nn
+from vescale_compile.runtime.agreement import RanksMissing, agree
+
+ODD = 1  # the rank that differs
+
+
+class Wider(models.Uneven):
+    """One block has another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].up, self.layers[1].down = nn.Linear(13, 9), nn.Linear(9, 13, bias=False)
+
+
+class Swapped(models.Uneven):
+    """Two parameters are registered in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        up = self.layers[0].up
+        del self.layers[0].up
+        self.layers[0].up = up
+
+
+class FrozenPart(models.Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.requires_grad_(False)
+
+
+class Longer(models.Uneven):
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@pytest.mark.parametrize("odd", [Wider, Swapped, FrozenPart, Longer], ids=lambda model: model.__name__)
+@on_ranks(3)
+def test_a_rank_with_another_model_is_named_on_every_rank(odd, compile):
+    torch._dynamo.reset()
+    build = odd if dist.get_rank() == ODD else models.Uneven
+    began = time.monotonic()
+    _, call = models.sharded(build, compile=compile)
+    with pytest.raises(Exception, match=r"ranks 1 differ from the others: rank 1 has .* where rank 0 has") as caught:
+        call(*models.batches(1, 11)[0])
+    assert f"[rank {dist.get_rank()}]" in str(caught.value)
+    assert time.monotonic() - began < 60
+
+
+@on_ranks(2)
+def test_freezing_after_sharding_on_one_rank_is_found():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    if dist.get_rank() == ODD:
+        model.get_parameter("head.bias").requires_grad_(False)
+    with pytest.raises(Exception, match="ranks 1 differ from the others"):
+        call(*models.batches(1, 11)[0])
+
+
+@on_ranks(2)
+def test_another_policy_on_one_rank_is_found():
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(models.Uneven), reshard_after_forward=dist.get_rank() == ODD)
+    call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+    with pytest.raises(Exception, match=r"ranks 1 differ .*reshard_after_forward=True"):
+        call(*models.batches(1, 11)[0])
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_named_at_the_deadline():
+    if dist.get_rank() == ODD:
+        return
+    with pytest.raises(RanksMissing, match=r"no answer from ranks 1 within 0\.5 s"):
+        agree(dist.group.WORLD, "test", [], deadline_s=0.5)
