@@ -1,8 +1,8 @@
 """Padding and planning time on published models: ``python bench/planner.py``.
 
-For each model and block size, three lines over the numbers of ranks: padding of the whole model; padding of its
-worst unit; and the worst gap between the shard size of a buffer and its proven bound. A fourth gives the CPU
-time to plan the model from nothing: equal units share one search, and nothing is left from earlier plans.
+For each model and block size, three lines over the numbers of ranks: padding of the whole model; padding of
+its worst unit; and the worst gap between the shard size of a buffer and its proven bound. A fourth gives the
+CPU time to plan the model from nothing: equal units share one search, and nothing is left from earlier plans.
 With ``--experts`` only the experts' matrices have blocks, and other tensors are cut anywhere.
 """
 

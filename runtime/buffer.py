@@ -11,8 +11,10 @@ is a view of it. S is the same on every rank, so graphs that take the shard as t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,6 +121,14 @@ class FlatBuffer:
         # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal in every process.
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.set_shard(self.shard)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:
+        """A buffer of its own memory and parameters, in the same process group."""
+        copied = copy.copy(self)
+        memo[id(self)] = copied  # before the parameters, which lead back here
+        for name in ("shard", "params", "sync", "agreed", "unreduced", "unreduced_slots"):
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        return copied
 
     def set_shard(self, shard: Tensor) -> None:
         """Takes another tensor of as many elements as the shard: another device or dtype, or new memory."""

@@ -16,7 +16,7 @@ from vescale_compile import train_command
 from vescale_compile.examples.text import standard_library
 from vescale_compile.examples.training import learning_rate
 
-DEADLINE_S = 300
+DEADLINE_S = 600
 TINY = ("--model", "tiny", "--seq", "32", "--device", "cpu", "--threads", "1", "--sample", "8")
 DDP = ("--backend", "eager", "--ddp")
 
@@ -124,10 +124,9 @@ def replicated(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     [
         ((), 1e-6),
         (("--no-reshard",), 1e-6),
-        (("--param-dtype", "bf16"), 1e-2),
         (("--lowering", "inductor"), 1e-5),
     ],
-    ids=["eager", "no-reshard", "bf16", "inductor"],
+    ids=["eager", "no-reshard", "inductor"],
 )
 def test_a_sharded_model_learns_what_a_replicated_one_learns(
     options: tuple[str, ...],
@@ -139,6 +138,16 @@ def test_a_sharded_model_learns_what_a_replicated_one_learns(
     report = trained(text, tmp_path, *SHARDED_AND_REPLICATED, "--lowering", "eager", *options)
     assert losses(report) == pytest.approx(losses(replicated), rel=tolerance)
     assert report["validation_loss"] == pytest.approx(replicated["validation_loss"], rel=tolerance)
+
+
+@pytest.mark.slow
+def test_parameters_in_bf16_change_the_losses_by_rounding(
+    replicated: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    options = (*SHARDED_AND_REPLICATED, "--lowering", "eager", "--param-dtype", "bf16")
+    report = trained(text, tmp_path, *options)
+    assert losses(report) == pytest.approx(losses(replicated), rel=1e-2)
+    assert losses(report) != pytest.approx(losses(replicated), rel=1e-6)
 
 
 @pytest.mark.slow

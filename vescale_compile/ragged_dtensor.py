@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -151,6 +152,16 @@ class RaggedDTensor(DTensor):
         if not torch.is_grad_enabled():
             return replicated.to_local()
         return replicated.to_local(grad_placements=grad_placements or [Replicate()])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        """A copy of the local tensor; tensors that share memory do so in the copy, as with any tensor."""
+        if id(self) in memo:
+            return memo[id(self)]
+        copied = wrap(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=self.requires_grad)
+        memo[id(self)] = copied  # before the attributes, which may lead back here
+        copied.grad = copy.deepcopy(self.grad, memo)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
         mesh = self.device_mesh

@@ -33,14 +33,16 @@ def convert_buffer(param: RaggedDTensor, fn: Callable[[Tensor], Tensor]) -> None
 
 
 def _point(param: RaggedDTensor, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
-    """Makes ``param`` a view of ``local`` and stays the object that optimizers and modules hold.
-
-    ``torch.utils.swap_tensors``, which ``nn.Module`` uses, fails once a compiled graph has a weak reference
-    to the parameter.
-    """
+    """Makes ``param`` a view of ``local``; it stays the object that optimizers and modules hold."""
     grad, param.grad = param.grad, None
     moved = param.with_local(local)
-    param.data = moved
-    param._local_tensor, param._spec = local, moved._spec
+    if param.is_meta != local.is_meta:
+        # PyTorch refuses to set meta data; swapping is refused in turn once a graph was compiled.
+        moved.requires_grad_(param.requires_grad)
+        vars(moved).update(vars(param))
+        torch.utils.swap_tensors(param, moved)
+    else:
+        param.data = moved
+        param._local_tensor, param._spec = local, moved._spec
     if grad is not None:
-        param.grad = moved.with_local(fn(cast(RaggedDTensor, grad)._local_tensor))
+        param.grad = param.with_local(fn(cast(RaggedDTensor, grad)._local_tensor))

@@ -12,16 +12,18 @@ def exact_order(kinds: Items, shard: int, limit: int) -> list[Item] | None:
     """An order that fits ``limit`` elements, or ``None`` if there is none.
 
     Dynamic program over the multisets of placed items. For each it keeps the earliest end of any order: since
-    ``earliest_start`` is monotone, whatever follows does best after the earliest end. Its cost is the number
-    of multisets (the product of count + 1) times the number of kinds.
+    ``earliest_start`` is monotone, whatever follows does best after the earliest end. Multisets that waste more
+    than the limit spares are not continued. The cost is at most the number of multisets (the product of
+    count + 1) times the number of kinds.
     """
     items = list(kinds)
+    spare = limit - sum(item.numel * count for item, count in kinds.items())
     weights, states = [], 1
     for item in items:
         weights.append(states)
         states *= kinds[item] + 1
     ends: list[int | None] = [None] * states
-    last = [-1] * states
+    volumes, last = [0] * states, [-1] * states
     ends[0] = 0
     for state in range(states):
         position = ends[state]
@@ -33,13 +35,13 @@ def exact_order(kinds: Items, shard: int, limit: int) -> list[Item] | None:
             start = earliest_start(position, item, shard)
             if start is None:
                 return None
-            end = start + item.numel
-            if end > limit:
+            if start - volumes[state] > spare:
                 continue
-            target = state + weights[index]
+            target, end = state + weights[index], start + item.numel
             known = ends[target]
             if known is None or end < known:
                 ends[target], last[target] = end, index
+                volumes[target] = volumes[state] + item.numel
     if ends[-1] is None:
         return None
     order, state = [], states - 1
@@ -60,7 +62,8 @@ def greedy_order(kinds: Items, preference: Sequence[Item], shard: int, limit: in
     """
     left = dict(kinds)
     order: list[Item] = []
-    position = 0
+    spare = limit - sum(item.numel * count for item, count in kinds.items())
+    position = volume = 0
     remaining = [item for item in preference if left[item]]
     while remaining:
         best, best_start = remaining[0], limit + 1
@@ -76,9 +79,11 @@ def greedy_order(kinds: Items, preference: Sequence[Item], shard: int, limit: in
                 order.append(item)
                 left[item] -= 1
                 position += item.numel
-        position = best_start + best.numel
-        if position > limit:
+                volume += item.numel
+        if best_start - volume > spare:
             return None
+        position = best_start + best.numel
+        volume += best.numel
         order.append(best)
         left[best] -= 1
         remaining = [item for item in remaining if left[item]]

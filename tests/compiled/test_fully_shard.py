@@ -1,0 +1,243 @@
+"""``fully_shard``: units, buffers, state dicts, meta initialization, conversions, errors."""
+
+import copy
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import vescale_compile as vc
+from ranks import fake_world, on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from vescale_compile.sharded_module import buffers_in
+
+
+def unit_names(module: nn.Module) -> list[str]:
+    return sorted(buffer.name for buffer in buffers_in(module))
+
+
+# Units
+
+
+@on_ranks(2)
+def test_called_on_the_root_each_element_of_a_module_list_is_a_unit_and_the_rest_another():
+    model = vc.fully_shard(models.build(models.Uneven))
+    assert unit_names(model) == ["(root)", "layers.0", "layers.1"]
+
+
+@on_ranks(2)
+def test_called_on_blocks_and_then_on_the_root_each_call_makes_a_unit():
+    model = models.build(models.Uneven)
+    vc.fully_shard(model.layers[0])
+    assert vc.fully_shard(model) is model
+    assert len(unit_names(model)) == 2
+    rest = next(buffer for buffer in buffers_in(model) if "embed.weight" in {slot.name for slot in buffer.slots})
+    assert "layers.1.up.weight" in {slot.name for slot in rest.slots}
+
+
+@on_ranks(3)
+def test_parameters_are_ragged_dtensors_and_views_of_one_buffer():
+    model = vc.fully_shard(models.build(models.Uneven))
+    for name, param in model.named_parameters():
+        assert isinstance(param, vc.RaggedDTensor) and isinstance(param, DTensor) and isinstance(param, nn.Parameter)
+        assert isinstance(param.placements[0], vc.RaggedShard), name
+    for buffer in buffers_in(model):
+        storage = buffer.shard.untyped_storage().data_ptr()
+        assert {p.to_local().untyped_storage().data_ptr() for p in buffer.params} == {storage}
+
+
+@on_ranks(2)
+def test_dtypes_and_frozen_parameters_have_buffers_of_their_own():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    model[0].bias.requires_grad_(False)
+    vc.fully_shard(model)
+    contents = {frozenset(slot.name for slot in buffer.slots) for buffer in buffers_in(model)}
+    assert contents == {frozenset({"0.weight"}), frozenset({"0.bias"}), frozenset({"1.weight", "1.bias"})}
+
+
+@on_ranks(2)
+def test_tied_parameters_stay_one_parameter():
+    model = models.build(models.Uneven)
+    model.head = nn.Linear(13, 11, bias=False)
+    model.head.weight = model.embed.weight
+    vc.fully_shard(model)
+    assert model.head.weight is model.embed.weight
+    assert sum(slot.shape == (11, 13) for buffer in buffers_in(model) for slot in buffer.slots) == 1
+
+
+@on_ranks(2)
+def test_ignored_parameters_stay_as_they_are():
+    model = models.build(models.Uneven)
+    weight = model.head.weight
+    vc.fully_shard(model, ignored_params=[weight])
+    assert model.head.weight is weight
+
+
+@on_ranks(4)
+def test_granularity_keeps_rows_and_whole_tensors_together():
+    model = nn.Linear(8, 10)
+    sizes = {"weight": vc.Rows(3), "bias": vc.Whole()}
+    vc.fully_shard(model, granularity=lambda name, param: sizes[name])
+    starts = {start for start, stop in model.weight.placements[0].intervals((10, 8)) if stop > start}
+    assert all(start % 24 == 0 for start in starts)
+    assert sorted(model.bias.placements[0].local_units) == [0, 0, 0, 1]
+
+
+@on_ranks(2)
+def test_the_class_keeps_its_name_and_isinstance():
+    model = vc.fully_shard(models.build(models.Uneven))
+    assert type(model).__name__ == "Uneven" and isinstance(model, models.Uneven)
+    assert type(model.head).__name__ == "Linear" and isinstance(model.head, nn.Linear)
+    with pytest.raises(AttributeError, match="no attribute 'wait'"):
+        _ = model.head.wait
+
+
+# State
+
+
+@on_ranks(3)
+def test_state_dict_has_the_original_names_and_values():
+    model, whole = vc.fully_shard(models.build(models.Uneven)), models.build(models.Uneven)
+    state = model.state_dict()
+    assert list(state) == list(whole.state_dict())
+    assert all(torch.equal(state[name].full_tensor(), value) for name, value in whole.state_dict().items())
+
+
+@on_ranks(3)
+def test_load_state_dict_takes_sharded_and_whole_tensors():
+    source, whole = vc.fully_shard(models.build(models.Uneven, 1)), models.build(models.Uneven, 1)
+    for state in (source.state_dict(), whole.state_dict()):
+        model = vc.fully_shard(models.build(models.Uneven, 2))
+        buffer = buffers_in(model)[0].shard.data_ptr()
+        model.load_state_dict(state)
+        assert models.largest_difference(model, whole) == 0.0
+        assert buffers_in(model)[0].shard.data_ptr() == buffer
+
+
+@pytest.mark.parametrize("name", ["Uneven", "llama"])
+@on_ranks(2, 3)
+def test_meta_initialization_gives_the_values_of_the_unsharded_one(name):
+    def initialize(model: nn.Module) -> None:
+        torch.manual_seed(5)
+        for part in model.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+
+    with torch.device("meta"):
+        model = getattr(models, name)()
+    vc.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0)
+    initialize(model)
+    whole = getattr(models, name)()
+    with torch.no_grad():
+        for param in whole.parameters():
+            param.fill_(1.0)
+    initialize(whole)
+    assert models.largest_difference(model, whole) == 0.0
+
+
+@on_ranks(2)
+def test_hugging_face_models_initialize_from_meta():
+    from transformers import LlamaForCausalLM
+
+    config = models.hf_llama().model.config
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    vc.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.to_empty(device="cpu")
+    whole = LlamaForCausalLM(config)
+    for each in (model, whole):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for module in each.modules():
+                each._init_weights(module)
+    assert models.largest_difference(model, whole) == 0.0
+
+
+@on_ranks(2)
+def test_to_dtype_converts_the_buffer_and_the_parameters_stay_views_of_it():
+    model, whole = vc.fully_shard(models.build(models.Uneven)), models.build(models.Uneven).double()
+    params = list(model.parameters())
+    model.double()
+    assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+    assert {p.dtype for p in params} == {buffer.shard.dtype for buffer in buffers_in(model)} == {torch.float64}
+    assert models.largest_difference(model, whole) < 1e-7
+    for buffer in buffers_in(model):
+        assert {p.to_local().untyped_storage().data_ptr() for p in buffer.params} == {
+            buffer.shard.untyped_storage().data_ptr()
+        }
+
+
+@on_ranks(2)
+def test_a_compiled_model_converts_and_trains_on():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    data = models.batches(2, 11)
+    models.train(call, model.parameters(), data[:1])
+    model.double()
+    assert models.train(call, model.parameters(), data[1:])[0] > 0
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+@on_ranks(2)
+def test_deepcopy_gives_a_model_of_its_own():
+    model = vc.fully_shard(models.build(models.Uneven))
+    twin = copy.deepcopy(model)
+    data = models.batches(1, 11)
+    before = model(*data[0]).item()
+    models.train(twin, twin.parameters(), data)
+    assert model(*data[0]).item() == before
+    assert twin(*data[0]).item() != before
+
+
+# Errors
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match=r"init_process_group"):
+        vc.fully_shard(small())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: vc.fully_shard(vc.fully_shard(small())), ValueError, r"\[rank 0\].* is a unit already"),
+        (lambda: vc.fully_shard(torch.compile(small())), RuntimeError, "fully_shard first, then torch.compile"),
+        (lambda: vc.fully_shard(nn.ReLU()), ValueError, r"fully_shard\(ReLU\): no parameters left to shard"),
+        (lambda: vc.fully_shard(nn.ModuleList([small()])), ValueError, "each of its elements"),
+        (lambda: vc.fully_shard([small()]), TypeError, "give an nn.Module"),
+        (lambda: vc.fully_shard(small(), reshard_after_forward=2), TypeError, "give True or False"),
+        (lambda: vc.fully_shard(small(), quantize="fp8"), NotImplementedError, "leave it None"),
+        (
+            lambda: vc.fully_shard(small(), mesh=init_device_mesh("cpu", (2, 2))),
+            ValueError,
+            "give a 1-D mesh",
+        ),
+        (
+            lambda: vc.fully_shard(nn.ParameterList([nn.Parameter(torch.empty(0, 3))])),
+            ValueError,
+            r"parameter '0' of shape \(0, 3\) has no elements: pass it in ignored_params",
+        ),
+    ],
+)
+def test_errors_say_what_to_do(make, error, message):
+    with fake_world(4), pytest.raises(error, match=message):
+        make()
+
+
+def test_a_parameter_in_two_meshes():
+    with fake_world(4):
+        model = small()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        vc.fully_shard(model[0], mesh=mesh["shard"])
+        with pytest.raises(ValueError, match=r"\[rank 0\].*parameter '0.weight' is sharded over"):
+            vc.fully_shard(model, mesh=mesh["replicate"])
