@@ -35,7 +35,7 @@ lint: $(READY)
 # torch comes first, so that the version above is the one the package is installed beside.
 $(READY): pyproject.toml
 	@set -e; \
-	for python in $(or $(PYTHON),python3.12 python3.11 python3); do \
+	for python in $(or $(PYTHON),python3.11 python3.12 python3); do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then \
 	    test -x $(RUN) || $$python -m venv $(VENV); \
 	    $(RUN) -m pip install "$(TORCH)"; \

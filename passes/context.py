@@ -93,7 +93,8 @@ class CompileContext:
         rank: this process's rank, for messages.
         units: units in the order in which the graph first needs them.
         params: sharded parameters by the position of their placeholder in the captured graph.
-        backward_reduces: units whose gradient the joint graph reduces, found by ``reshard``.
+        reduced_units: units in the order in which the joint graph reduces their gradients.
+        gradients: by unit, the views that the joint graph has gradients for.
         collectives: each verified graph's collectives, in order, one line each.
         part: which graph the partitioned passes are working on.
     """
@@ -102,6 +103,7 @@ class CompileContext:
     units: tuple[GraphUnit, ...]
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()
+    gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     collectives: dict[Part, list[str]] = field(default_factory=dict)
     part: Part | None = None
 

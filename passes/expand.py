@@ -1,12 +1,16 @@
-"""Replaces each collective by a launch and a wait of PyTorch's functional collectives.
+"""Replaces the package's operators by PyTorch's.
 
-They stand next to each other here. From now on a collective is two nodes, each with a :class:`Comm`.
+A collective becomes a launch and a wait of PyTorch's functional collectives, next to each other: two nodes,
+each with a :class:`Comm`. Packing becomes a concatenation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..runtime import ops
 from .context import ALL_GATHER, REDUCE_SCATTER, Comm, CompileContext, Role
@@ -24,6 +28,9 @@ def expand(gm: fx.GraphModule, context: CompileContext) -> None:
             full, unit, reduce_op, world_size, group = node.args
             args = (full, reduce_op, world_size, group)
             _replace(node, _functional.reduce_scatter_tensor.default, args, REDUCE_SCATTER, unit)
+        elif node.target is ops.pack:
+            grads, *layout = node.args
+            _inline(node, lambda *grads, layout=layout: ops.pack_by_cat(grads, *layout), grads)
 
 
 def _replace(node: fx.Node, target: object, args: tuple[object, ...], kind: str, unit: int) -> None:
@@ -35,3 +42,13 @@ def _replace(node: fx.Node, target: object, args: tuple[object, ...], kind: str,
         new.meta = {**node.meta, "vescale": Comm(kind, role, unit)}
     node.replace_all_uses_with(wait)
     graph.erase_node(node)
+
+
+def _inline(node: fx.Node, function: Callable[..., Tensor], inputs: Sequence[fx.Node]) -> None:
+    """Replaces ``node`` by the aten operators that ``function`` calls on ``inputs``."""
+    traced = make_fx(function)(*(arg.meta["val"] for arg in inputs))
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    with node.graph.inserting_before(node):
+        result = node.graph.graph_copy(traced.graph, dict(zip(placeholders, inputs, strict=True)))
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)

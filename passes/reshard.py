@@ -4,6 +4,9 @@ For a unit that is resharded after its forward: the gather, the cast that feeds 
 parameters alone (views, transposes, casts) are marked for recomputation, so the partitioner saves the shard and
 nothing else of the unit. Marking the views alone would save a cast that follows them. A unit that is kept is
 marked so that its gather is not repeated.
+
+The joint graph also says which gradients there are, and it is the last one that does so: what the backward must
+reduce, and which parameters get a gradient, is recorded in the context.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
     context.reduced_units = tuple(
         node.args[1] for node in gm.graph.nodes if node.target is ops.reduce_scatter
     )
+    context.gradients = {
+        node.args[5]: frozenset(node.args[2]) for node in gm.graph.nodes if node.target is ops.pack
+    }
 
 
 def _casts_before(gather: fx.Node) -> list[fx.Node]:

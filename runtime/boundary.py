@@ -38,7 +38,7 @@ def binding_of(tensor: object) -> Binding | None:
 
 
 def flat_input(
-    buffer: FlatBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int] | None = None
+    buffer: FlatBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int]
 ) -> Tensor:
     """Returns the tensor through which the gradients of ``params`` will come back.
 
@@ -48,7 +48,7 @@ def flat_input(
         reduced: True gives the shard, [S], and expects its gradient, reduced. False gives a port,
             [world_size * S], and expects the gradient before reduction, which is then accumulated; it is
             reduced when the forward ran outside ``no_sync``.
-        used: indices of the parameters that get a gradient, read when the backward runs; None for all.
+        used: indices of the parameters that get a gradient, read when the backward runs.
     """
     trainable = tuple(p for p in params if p.requires_grad)
     if not (torch.is_grad_enabled() and trainable):
@@ -63,7 +63,7 @@ class _FlatInput(torch.autograd.Function):
         buffer: FlatBuffer,
         reduced: bool,
         reduce_now: bool,
-        used: set[int] | None,
+        used: set[int],
         *params: ShardedParameter,
     ) -> Tensor:
         ctx.buffer, ctx.reduced, ctx.reduce_now, ctx.used = buffer, reduced, reduce_now, used
@@ -77,7 +77,7 @@ class _FlatInput(torch.autograd.Function):
         buffer: FlatBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params
         inputs = {p._vescale_binding.index for p in params}
-        owed = inputs if ctx.used is None else inputs & ctx.used
+        owed = inputs & ctx.used
         if grad is not None and not ctx.reduced:
             buffer.accumulate(grad, owed)
             grad = None

@@ -8,6 +8,7 @@ compiled, and its memory is that of ``reshard_after_forward=False``.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -21,12 +22,11 @@ from .unshard import unshard
 
 @dataclass
 class _Gathered:
-    """What one gather gave: views of one tensor. ``used`` fills as parameters are read; only those get gradients."""
+    """What one gather gave: views of one tensor."""
 
     key: tuple[bool, bool, int]
     params: tuple[Tensor, ...]
     version: int
-    used: set[int]
 
 
 @dataclass
@@ -67,7 +67,6 @@ def unsharded(binding: Binding) -> Tensor:
             _check_unwritten(buffer, state.gathered)
             state.gathered = _gather(buffer)
         gathered = state.gathered
-    gathered.used.add(index)
     return gathered.params[index]
 
 
@@ -83,7 +82,15 @@ def _gather(buffer: FlatBuffer) -> _Gathered:
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
     shard, port = (flat, None) if reduced else (buffer.shard, flat)
     params = unshard(shard, port, views, buffer.comm())
-    return _Gathered(_key(buffer), params, _version(params[0]), used)
+    for index, param in enumerate(params):
+        if param.requires_grad:  # a parameter that the loss does not depend on gets no gradient
+            param.register_hook(functools.partial(_note, used, index))
+    return _Gathered(_key(buffer), params, _version(params[0]))
+
+
+def _note(used: set[int], index: int, grad: Tensor | None) -> None:
+    if grad is not None:  # None: the other parameters of the gather had gradients, this one has none
+        used.add(index)
 
 
 def _version(tensor: Tensor) -> int:

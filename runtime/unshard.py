@@ -77,30 +77,19 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if all(grad is None for grad in grads):
-            return None, None, None, None
         comm: CommSpec = ctx.comm
-        packed = pack(grads, ctx.views, ctx.shard_numel * comm.world_size, comm.reduce_dtype)
+        found = sorted(
+            (view.offset, index, grad)
+            for index, (view, grad) in enumerate(zip(ctx.views, grads, strict=True))
+            if grad is not None
+        )
+        if not found:
+            return None, None, None, None
+        offsets, indices, present = (list(column) for column in zip(*found, strict=True))
+        numel = ctx.shard_numel * comm.world_size
+        packed = ops.pack(present, offsets, indices, numel, comm.reduce_dtype, comm.unit)
         if not ctx.reduces:
             return None, packed, None, None
         reduced = ops.reduce_scatter(packed, comm.unit, "avg", comm.world_size, comm.group)
         return reduced.to(ctx.shard_dtype), None, None, None
 
-
-def pack(
-    grads: Sequence[Tensor | None], views: Sequence[ParamView], numel: int, dtype: torch.dtype
-) -> Tensor:
-    """Lays gradients out as their parameters lie in the buffer of ``numel`` elements; zeros elsewhere."""
-    like = next(grad for grad in grads if grad is not None)
-    pieces: list[Tensor] = []
-    end = 0
-    for view, grad in sorted(zip(views, grads, strict=True), key=lambda pair: pair[0].offset):
-        if grad is None:
-            continue
-        if view.offset > end:
-            pieces.append(like.new_zeros(view.offset - end, dtype=dtype))
-        pieces.append(grad.reshape(-1).to(dtype))
-        end = view.offset + view.numel
-    if numel > end:
-        pieces.append(like.new_zeros(numel - end, dtype=dtype))
-    return torch.cat(pieces)

@@ -152,15 +152,16 @@ def dealt_positions(rank: int, count: int, world_size: int = 3) -> list[tuple[in
     """First positions of the windows of `count` batches: the text is its own index."""
     data = torch.arange(250, dtype=torch.uint8)
     dealt = batches(data, batch=2, length=10, rank=rank, world_size=world_size, seed=5)
-    return [tuple(batch[:, 0].tolist()) for batch in islice(dealt, count)]
+    return [tuple(tokens[:, 0].tolist()) for tokens, _ in islice(dealt, count)]
 
 
-def test_a_batch_holds_inputs_and_the_label_after_them() -> None:
+def test_a_batch_is_windows_of_the_text_and_the_bytes_after_each() -> None:
     data = torch.arange(250, dtype=torch.uint8)
-    batch = next(batches(data, batch=2, length=10, rank=0, world_size=3, seed=5))
-    assert batch.shape == (2, 11)
-    assert batch.dtype == torch.int64
-    assert torch.equal(batch, batch[:, :1] + torch.arange(11))
+    tokens, labels = next(batches(data, batch=2, length=10, rank=0, world_size=3, seed=5))
+    assert tokens.shape == (2, 10)
+    assert tokens.dtype == labels.dtype == torch.int64
+    assert torch.equal(tokens, tokens[:, :1] + torch.arange(10))
+    assert torch.equal(labels, tokens + 1)
 
 
 def test_no_two_ranks_learn_the_same_byte_in_an_epoch() -> None:

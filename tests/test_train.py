@@ -158,6 +158,12 @@ def test_a_sharded_model_accumulates_as_a_replicated_one_does(text: Path, tmp_pa
     assert losses(sharded) == pytest.approx(losses(replicated), rel=1e-6)
 
 
+def test_a_run_compiles_one_graph_to_train_and_one_for_unseen_text(text: Path, tmp_path: Path) -> None:
+    options = ("--ranks", "1", "--batch", "2", "--steps", "2", "--lowering", "eager", "--dump", str(tmp_path))
+    trained(text, tmp_path, *options)
+    assert {path.name for path in (tmp_path / "rank0").iterdir()} == {"compile0", "compile1"}
+
+
 def test_graphs_are_dumped_for_every_rank_and_the_folder_is_printed(text: Path, tmp_path: Path) -> None:
     dump = tmp_path / "graphs"
     options = ("--ranks", "2", "--batch", "2", "--steps", "1", "--lowering", "eager", "--dump", str(dump))

@@ -28,18 +28,22 @@ class CompiledGraph:
 
     def __init__(self, captured: Capture, run: Callable[..., Any], fallback: fx.GraphModule) -> None:
         self._units = captured.units
+        self._with_gradient = tuple(
+            {unit.indices[view] for view in captured.context.gradients.get(ordinal, ())}
+            for ordinal, unit in enumerate(captured.units)
+        )
         self._others = captured.others
         self._run = run
         self._fallback = fallback
 
     def __call__(self, *args: Any) -> Any:
         flats: list[Any] = []
-        for unit in self._units:
+        for unit, used in zip(self._units, self._with_gradient, strict=True):
             buffer = _buffer_like_captured(unit, args)
             if buffer is None:
                 return self._run_captured(args)
             params = [args[position] for position in unit.positions]
-            flat = flat_input(buffer, params, reduced=unit.graph.port is None)
+            flat = flat_input(buffer, params, reduced=unit.graph.port is None, used=used)
             flats.extend([flat] if unit.graph.port is None else [buffer.shard, flat])
         return self._run(*flats, *(args[position] for position in self._others))
 

@@ -173,6 +173,23 @@ class RaggedDTensor(DTensor):
             f"{self.placement}, rank {rank} of {mesh.size()} holds [{start}, {stop}){grad})"
         )
 
+    # The hooks of torch.distributed.checkpoint.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from vescale_compile.ragged_checkpoint import write_items
+
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from vescale_compile.ragged_checkpoint import chunks
+
+        return chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from vescale_compile.ragged_checkpoint import box
+
+        return box(self, index)
+
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any

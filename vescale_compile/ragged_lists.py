@@ -44,6 +44,8 @@ def _is_tensor_list(value: object) -> bool:
 def _element(
     func: OpOverload, like: RaggedDTensor, anchor: torch.Tensor, item: torch.Tensor, written: bool
 ) -> torch.Tensor:
+    if isinstance(anchor, RaggedDTensor) and isinstance(item, RaggedDTensor) and anchor._spec is item._spec:
+        return item._local_tensor  # the usual case first: optimizers step through hundreds of tensors
     if not isinstance(anchor, DTensor):
         if isinstance(item, DTensor):
             refuse(func, like, f"the lists pair a plain tensor of shape {tuple(anchor.shape)} with {item!r}")

@@ -130,9 +130,21 @@ class Unused(Base):
         return x
 
 
+class NoPathToLoss(Base):
+    """A parameter is read, and the loss does not depend on it: no gradient, and no weight decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(5, 5)
+
+    def run_layers(self, x):
+        self.noted = self.spare(x)
+        return super().run_layers(x)
+
+
 PROGRAMS = [
     BreakBetweenUnits, BreakInUnit, Disabled, Checkpointed, CheckpointedParts, Tied, OneLayerManyTimes, Frozen,
-    TwoDtypes, Unused,
+    TwoDtypes, Unused, NoPathToLoss,
 ]  # fmt: skip
 
 

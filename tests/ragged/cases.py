@@ -28,7 +28,7 @@ def random_placement(rng: random.Random, shape: tuple[int, ...], world_size: int
 def random_layouts() -> Iterator[tuple[tuple[int, ...], RaggedShard, RaggedShard]]:
     """Shapes with two placements each, the same on every rank; fewer for larger worlds, which are slower."""
     rng = random.Random(dist.get_world_size())
-    for _ in range(80 // dist.get_world_size()):
+    for _ in range(48 // dist.get_world_size()):
         shape = tuple(rng.choice((1, 2, 3, 4, 6, 8, 13)) for _ in range(rng.randint(0, 4)))
         world_size = dist.get_world_size()
         yield shape, random_placement(rng, shape, world_size), random_placement(rng, shape, world_size)

@@ -103,6 +103,15 @@ def test_elementwise_operations_are_differentiable() -> None:
     assert_grad(param, reference.grad)
 
 
+@on_ranks(2)
+def test_elementwise_operations_compile() -> None:
+    param = leaf()
+    doubled = torch.compile(lambda p: (p * 2).sin(), backend="aot_eager", fullgraph=True)(param)
+    assert type(doubled) is RaggedDTensor and torch.equal(doubled.full_tensor(), (FULL * 2).sin())
+    doubled.full_tensor().backward(WEIGHT)
+    assert_grad(param, (WEIGHT * (FULL * 2).cos()) * 2)
+
+
 class _FromOutside(torch.autograd.Function):
     """As the compiled backward does: parameter gradients are views of one flat buffer."""
 

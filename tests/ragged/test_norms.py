@@ -7,6 +7,7 @@ import torch
 from cases import shard, uneven, world_mesh
 from ranks import on_ranks
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -101,6 +102,18 @@ def test_clip_grad_norm(order: float) -> None:
         torch.testing.assert_close(norm, expected_norm)
         for grad, reference in zip(grads, expected, strict=True):
             torch.testing.assert_close(grad, reference)
+
+
+@on_ranks(2)
+def test_gradients_still_being_reduced_are_waited_for() -> None:
+    full = tensors()[0]
+    param = nn.Parameter(place(full))
+    reducing = all_reduce(torch.ones(50), "avg", torch.distributed.group.WORLD)
+    assert isinstance(reducing, AsyncCollectiveTensor)
+    param.grad = param.detach().with_local(reducing[: param.to_local().numel()])
+    torch.testing.assert_close(clip_grad_norm_([param], 1e9), torch.tensor(21**0.5))
+    torch.optim.SGD([param], lr=1.0, fused=True).step()
+    torch.testing.assert_close(param.detach().full_tensor(), full - 1)
 
 
 @on_ranks(3)

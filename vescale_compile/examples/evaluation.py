@@ -23,9 +23,9 @@ def mean_loss(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = torch.zeros((), device=device)
     dealt = batches(data, batch=1, length=length, rank=rank, world_size=world_size, seed=0)
-    for window in islice(dealt, windows):
-        tokens = window.to(device)
-        total += F.cross_entropy(logits_of(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+    for tokens, labels in islice(dealt, windows):
+        logits = logits_of(tokens.to(device)).float()
+        total += F.cross_entropy(logits.flatten(0, 1), labels.to(device).flatten())
     dist.all_reduce(total)
     return total.item() / (windows * world_size)
 

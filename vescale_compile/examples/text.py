@@ -61,10 +61,14 @@ def _files(folder: Path) -> list[Path]:
     return [found[name] for name in sorted(found, key=lambda name: (zlib.crc32(name.encode()), name))]
 
 
+Batch = tuple[Tensor, Tensor]
+"""Tokens, and as labels the byte after each: contiguous int64 tensors of shape [batch, length]."""
+
+
 def batches(
     data: Tensor, *, batch: int, length: int, rank: int, world_size: int, seed: int
-) -> Iterator[Tensor]:
-    """Endless random batches of one rank: int64 of shape [batch, length + 1], inputs and shifted labels.
+) -> Iterator[Batch]:
+    """Endless random batches of one rank.
 
     An epoch cuts `data`, from a random start, into windows whose labels do not overlap, shuffles them and
     deals them out, so that no two ranks and no two steps of an epoch learn the same byte. All ranks must
@@ -79,18 +83,17 @@ def batches(
             f"rank {rank}: the text has {len(data)} bytes, and a batch of {batch} windows of {length} bytes "
             f"on {world_size} ranks needs {needed}; give more text, or a smaller batch or length"
         )
-    return _windows(data, batch, length, rank, world_size, seed)
+    return _deal(data, batch, length, rank, world_size, seed)
 
 
-def _windows(
-    data: Tensor, batch: int, length: int, rank: int, world_size: int, seed: int
-) -> Iterator[Tensor]:
+def _deal(data: Tensor, batch: int, length: int, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    within = torch.arange(length + 1)
+    within = torch.arange(length)
     while True:
         first = int(torch.randint(length, (), generator=generator))
         count = (len(data) - 1 - first) // length
         order = torch.randperm(count, generator=generator)
         dealt = order[: count - count % (world_size * batch)].view(-1, world_size, batch)[:, rank]
         for window in dealt:
-            yield data[(first + window * length)[:, None] + within].long()
+            positions = (first + window * length)[:, None] + within
+            yield data[positions].long(), data[positions + 1].long()

@@ -24,7 +24,7 @@ import vescale_compile as vc
 from vescale_compile.examples.evaluation import continuation, mean_loss
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.examples.progress import Progress
-from vescale_compile.examples.text import batches, read_text
+from vescale_compile.examples.text import Batch, batches, read_text
 
 WARMUP_FRACTION = 0.05
 FINAL_LEARNING_RATE = 0.05  # of the peak
@@ -175,7 +175,7 @@ def prepare(settings: TrainSettings, device: torch.device) -> Training:
 
 
 def optimize(
-    settings: TrainSettings, training: Training, data: Iterator[Tensor], report: Report, device: torch.device
+    settings: TrainSettings, training: Training, data: Iterator[Batch], report: Report, device: torch.device
 ) -> None:
     """Run the steps and fill in the report's curve and speed."""
     optimizer = _optimizer(settings, training.model)
@@ -218,16 +218,16 @@ def _step(
     settings: TrainSettings,
     training: Training,
     optimizer: torch.optim.Optimizer,
-    data: Iterator[Tensor],
+    data: Iterator[Batch],
     device: torch.device,
 ) -> Tensor:
     """One optimizer step over `accumulate` batches; returns their mean loss on this rank."""
     total = torch.zeros((), device=device)
     for index in range(settings.accumulate):
-        tokens = next(data).to(device)
+        tokens, labels = next(data)
         is_last = index == settings.accumulate - 1
         with nullcontext() if is_last else training.no_sync():
-            loss = training.forward(tokens[:, :-1], tokens[:, 1:]) / settings.accumulate
+            loss = training.forward(tokens.to(device), labels.to(device)) / settings.accumulate
             loss.backward()
         total += loss.detach()
     torch.nn.utils.clip_grad_norm_(training.model.parameters(), GRADIENT_NORM)

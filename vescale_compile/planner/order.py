@@ -12,8 +12,8 @@ def exact_order(kinds: Items, shard: int, limit: int) -> list[Item] | None:
     """An order that fits ``limit`` elements, or ``None`` if there is none.
 
     Dynamic program over the multisets of placed items. For each it keeps the earliest end of any order: since
-    ``earliest_start`` is monotone, whatever follows does best after the earliest end. Multisets that waste more
-    than the limit spares are not continued. The cost is at most the number of multisets (the product of
+    ``earliest_start`` is monotone, whatever follows does best after the earliest end. Multisets that waste
+    more than the limit spares are not continued. The cost is at most the number of multisets (the product of
     count + 1) times the number of kinds.
     """
     items = list(kinds)

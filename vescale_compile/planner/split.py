@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
-from vescale_compile.planner.bound import Items, shard_lower_bound
+from vescale_compile.planner.bound import Items, shard_lower_bound, split_lower_bound
 from vescale_compile.planner.layout import Item
 from vescale_compile.planner.search import Found, search
 
@@ -35,40 +36,45 @@ def split(
     bounds of its buffers are then replaced by the shard sizes that the search reaches, until the best
     partition consists of these alone. So nothing is laid out that could not have been part of the answer.
     """
+    lay_out = partial(search, world_size=world_size, alignment=alignment, keep_order=keep_order)
     kinds = Counter(items)
     share = sum(item.numel for item in items) / world_size
     price = max(LEAST_SAVING * share, LEAST_SAVING_BYTES / itemsize)
-    classes = _classes(kinds, alignment)
-    chosen = [
-        set().union(*(block for i, block in enumerate(classes) if mask >> i & 1))
-        for mask in range(1 << len(classes))
-    ]
+    worthwhile = split_lower_bound(kinds, world_size, alignment) + price
+    if shard_lower_bound(kinds, world_size, alignment) <= worthwhile:
+        together = lay_out(items)
+        if together.shard <= worthwhile:  # no split can save its price
+            return [together]
+    blocks = _blocks_by_mask(kinds, alignment)
     cost = [0] + [
-        shard_lower_bound({i: n for i, n in kinds.items() if i.block in blocks}, world_size, alignment)
-        for blocks in chosen[1:]
+        shard_lower_bound({i: n for i, n in kinds.items() if i.block in chosen}, world_size, alignment)
+        for chosen in blocks[1:]
     ]
-    solved: dict[int, Found] = {}
+    found: dict[int, Found] = {}
     while True:
-        parts = _cheapest_partition(cost, price)
-        unsolved = [mask for mask in parts if mask not in solved]
-        if not unsolved:
-            return [solved[mask] for mask in parts]
-        for mask in unsolved:
-            part = [item for item in items if item.block in chosen[mask]]
-            solved[mask] = search(part, world_size, alignment, keep_order=keep_order)
-            cost[mask] = solved[mask].shard
+        masks = _cheapest_partition(cost, price)
+        if all(mask in found for mask in masks):
+            return [found[mask] for mask in masks]
+        for mask in masks:
+            if mask not in found:
+                found[mask] = lay_out([item for item in items if item.block in blocks[mask]])
+                cost[mask] = found[mask].shard
 
 
-def _classes(kinds: Items, alignment: int) -> list[set[int]]:
-    """Block sizes in classes that stay together, largest blocks first.
+def _blocks_by_mask(kinds: Items, alignment: int) -> list[set[int]]:
+    """For each set of classes, as a bit mask, its block sizes.
 
-    Each block size is a class of its own, but for those that divide the alignment: they suit any buffer and
-    are one class. Block sizes beyond ``MOST_CLASSES`` join that one.
+    Each block size is a class of its own, the largest first, but for those that divide the alignment: they
+    suit any buffer and are one class. Block sizes beyond ``MOST_CLASSES`` join that one.
     """
-    blocks = sorted({item.block for item in kinds}, reverse=True)
-    apart = [block for block in blocks if alignment % block][: MOST_CLASSES - 1]
-    rest = set(blocks) - set(apart)
-    return [{block} for block in apart] + ([rest] if rest else [])
+    sizes = sorted({item.block for item in kinds}, reverse=True)
+    apart = [size for size in sizes if alignment % size][: MOST_CLASSES - 1]
+    rest = set(sizes) - set(apart)
+    classes = [{size} for size in apart] + ([rest] if rest else [])
+    masks: list[set[int]] = [set()]
+    for sizes_of_class in classes:
+        masks += [chosen | sizes_of_class for chosen in masks]
+    return masks
 
 
 def _cheapest_partition(cost: Sequence[int], price: float) -> list[int]:

@@ -1,0 +1,75 @@
+"""RaggedDTensors in distributed checkpoints: each rank's run of elements as boxes of the whole tensor.
+
+``torch.distributed.checkpoint`` stores a tensor as axis-aligned boxes. A run of a row-major tensor of n
+dimensions is at most 2n - 1 of them, each contiguous in the run, so that they are saved and loaded in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from vescale_compile.ragged_dtensor import RaggedDTensor
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+def write_items(name: str, tensor: RaggedDTensor) -> list[WriteItem]:
+    """What this rank saves: nothing, if it holds nothing."""
+    properties = TensorProperties.create_from_tensor(tensor._local_tensor)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+        )
+        for chunk in chunks(tensor)
+    ]
+
+
+def chunks(tensor: RaggedDTensor) -> list[ChunkStorageMetadata]:
+    """The boxes that this rank holds, in the order of its local tensor."""
+    return [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _held_boxes(tensor)
+    ]
+
+
+def box(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:
+    """The box at ``index.offset``, aliasing the local tensor."""
+    start = 0
+    for offsets, sizes in _held_boxes(tensor):
+        numel = math.prod(sizes)
+        if index.offset is not None and offsets == tuple(index.offset):
+            return tensor._local_tensor.detach()[start : start + numel].view(sizes)
+        start += numel
+    raise ValueError(f"{index.fqn}: no box of {tensor!r} starts at {index.offset}")
+
+
+def run_to_boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
+    """The elements [start, stop) of a row-major tensor of `shape`, in order, as boxes."""
+    if start == stop:
+        return []
+    if not shape:
+        return [((), ())]
+    row_shape = tuple(shape[1:])
+    row = math.prod(row_shape)
+    (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        return _in_row(first, begin, end, row_shape)
+    head = _in_row(first, begin, row, row_shape) if begin else []
+    first += bool(begin)
+    rows = [((first, *(0 for _ in row_shape)), (last - first, *row_shape))] if first < last else []
+    return head + rows + _in_row(last, 0, end, row_shape)
+
+
+def _in_row(row: int, begin: int, end: int, row_shape: tuple[int, ...]) -> list[Box]:
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in run_to_boxes(begin, end, row_shape)]
+
+
+def _held_boxes(tensor: RaggedDTensor) -> list[Box]:
+    start, stop = tensor.placement.intervals(tensor.shape)[tensor.device_mesh.get_local_rank()]
+    return run_to_boxes(start, stop, tensor.shape)
