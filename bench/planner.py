@@ -41,9 +41,7 @@ def blocks_of(rows: int, *, experts_only: bool) -> Callable[[str, tuple[int, ...
     return rule
 
 
-def measure(
-    model: str, rows: int, world_size: int, *, experts_only: bool, repeats: int
-) -> tuple[Plans, float]:
+def measure(model: str, rows: int, world_size: int, *, experts_only: bool, repeats: int) -> tuple[Plans, float]:
     """The plans of a model's units, and the least CPU time in milliseconds of ``repeats`` cold runs."""
     units = published(model).specs(2, blocks_of(rows, experts_only=experts_only)).values()
     times = []
@@ -58,9 +56,7 @@ def measure(
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=PUBLISHED, action="append", help="only this one; may be repeated")
     parser.add_argument("--experts", action="store_true", help="blocks for the experts' matrices alone")
     parser.add_argument("--repeats", type=int, default=3, help="cold runs to time (%(default)s)")
@@ -70,10 +66,7 @@ def main() -> None:
         print(f"\n{model}, blocks on {which}")
         print(f"{'ranks':32}" + "".join(f"{world:>11,}" for world in WORLDS))
         for rows, name in BLOCKS.items():
-            runs = [
-                measure(model, rows, world, experts_only=args.experts, repeats=args.repeats)
-                for world in WORLDS
-            ]
+            runs = [measure(model, rows, world, experts_only=args.experts, repeats=args.repeats) for world in WORLDS]
             print(name)
             for line, figure in LINES.items():
                 print(f"  {line:30}" + "".join(f"{figure(plans):11.3f}" for plans, _ in runs))

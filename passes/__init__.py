@@ -40,7 +40,10 @@ PIPELINE: tuple[Pass, ...] = (
         provides=frozenset({"flat inputs"}),
     ),
     Pass(
-        Stage.JOINT, reshard, requires=frozenset({"flat inputs"}), provides=frozenset({"gathers have a policy"})
+        Stage.JOINT,
+        reshard,
+        requires=frozenset({"flat inputs"}),
+        provides=frozenset({"gathers have a policy"}),
     ),
     Pass(
         Stage.PARTITIONED,

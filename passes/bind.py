@@ -25,9 +25,13 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
     for node in list(gm.graph.nodes):
         if node.target is not unshard_param:
             continue
-        position = placeholders.index(node.args[0]) if node.args[0] in placeholders else None
+        position = placeholders.index(node.args[0]) if node.args[0] in placeholders else -1
         if position not in context.params:
-            fail(context, node, "unshard_param is called on something that is no sharded parameter of the graph")
+            fail(
+                context,
+                node,
+                "unshard_param is called on something that is no sharded parameter of the graph",
+            )
         param = context.params[position]
         key = (param.unit, param.view)
         if key not in full:
@@ -47,9 +51,7 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
         gm.graph.erase_node(placeholders[position])
 
 
-def _insert_inputs(
-    graph: fx.Graph, first: fx.Node, context: CompileContext
-) -> list[tuple[fx.Node, fx.Node | None]]:
+def _insert_inputs(graph: fx.Graph, first: fx.Node, context: CompileContext) -> list[tuple[fx.Node, fx.Node | None]]:
     flats: list[tuple[fx.Node, fx.Node | None]] = []
     with graph.inserting_before(first):
         for ordinal, unit in enumerate(context.units):

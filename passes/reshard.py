@@ -32,12 +32,8 @@ def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
             recomputed.add(node)
     for node in recomputed:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    context.reduced_units = tuple(
-        node.args[1] for node in gm.graph.nodes if node.target is ops.reduce_scatter
-    )
-    context.gradients = {
-        node.args[5]: frozenset(node.args[2]) for node in gm.graph.nodes if node.target is ops.pack
-    }
+    context.reduced_units = tuple(node.args[1] for node in gm.graph.nodes if node.target is ops.reduce_scatter)
+    context.gradients = {node.args[5]: frozenset(node.args[2]) for node in gm.graph.nodes if node.target is ops.pack}
 
 
 def _casts_before(gather: fx.Node) -> list[fx.Node]:
@@ -55,7 +51,5 @@ def _casts_before(gather: fx.Node) -> list[fx.Node]:
 def _depends_only_on(node: fx.Node, nodes: set[fx.Node]) -> bool:
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    random = isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in node.target.tags
-    )
+    random = isinstance(node.target, torch._ops.OpOverload) and (torch.Tag.nondeterministic_seeded in node.target.tags)
     return not random and all(arg in nodes for arg in node.all_input_nodes)

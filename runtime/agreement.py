@@ -57,9 +57,7 @@ def agree_first(
             buffer.agreed.add(key)
 
 
-def agree(
-    group: dist.ProcessGroup, what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S
-) -> None:
+def agree(group: dist.ProcessGroup, what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
     """Raises on every rank of ``group`` unless all of them call this with the same ``lines``.
 
     Args:
@@ -82,9 +80,7 @@ def agree(
 
 
 class _Exchange:
-    def __init__(
-        self, group: dist.ProcessGroup, what: str, lines: list[str], deadline_s: float
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, what: str, lines: list[str], deadline_s: float) -> None:
         self.store = default_store()
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank()

@@ -20,7 +20,7 @@ class Binding(NamedTuple):
     """What a sharded parameter knows of its buffer: kept on the tensor as ``_vescale_binding``."""
 
     buffer: FlatBuffer
-    index: int
+    slot: int  # index in ``buffer.slots``
 
 
 class ShardedParameter(Protocol):
@@ -37,9 +37,7 @@ def binding_of(tensor: object) -> Binding | None:
     return getattr(tensor, "_vescale_binding", None)
 
 
-def flat_input(
-    buffer: FlatBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int]
-) -> Tensor:
+def flat_input(buffer: FlatBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int]) -> Tensor:
     """Returns the tensor through which the gradients of ``params`` will come back.
 
     Args:
@@ -76,7 +74,7 @@ class _FlatInput(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         buffer: FlatBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params
-        inputs = {p._vescale_binding.index for p in params}
+        inputs = {p._vescale_binding.slot for p in params}
         owed = inputs & ctx.used
         if grad is not None and not ctx.reduced:
             buffer.accumulate(grad, owed)

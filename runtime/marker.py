@@ -22,7 +22,5 @@ def unshard_param(param: Tensor, layout: str, reduce_in_graph: bool, dtype: torc
     """
     binding = binding_of(param)
     if binding is None:  # a fake tensor: Dynamo asks for shape and dtype
-        return torch.empty(
-            param.shape, dtype=dtype, device=param.device, requires_grad=param.requires_grad
-        )
+        return torch.empty(param.shape, dtype=dtype, device=param.device, requires_grad=param.requires_grad)
     return eager.unsharded(binding)

@@ -15,9 +15,7 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("vescale", "DEF")
 _LIBRARY.define("all_gather(Tensor shard, int unit, int world_size, str group) -> Tensor")
-_LIBRARY.define(
-    "pack(Tensor[] grads, int[] offsets, int[] views, int numel, ScalarType dtype, int unit) -> Tensor"
-)
+_LIBRARY.define("pack(Tensor[] grads, int[] offsets, int[] views, int numel, ScalarType dtype, int unit) -> Tensor")
 _LIBRARY.define("reduce_scatter(Tensor full, int unit, str reduce_op, int world_size, str group) -> Tensor")
 
 _functional = torch.ops._c10d_functional
@@ -29,7 +27,12 @@ def _all_gather(shard: Tensor, unit: int, world_size: int, group: str) -> Tensor
 
 
 def pack_by_cat(
-    grads: Sequence[Tensor], offsets: Sequence[int], views: Sequence[int], numel: int, dtype: torch.dtype, unit: int
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    views: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    unit: int,
 ) -> Tensor:
     """Lays gradients out in a buffer of ``numel`` elements, each from its offset on, with zeros between them.
 
@@ -72,7 +75,12 @@ def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str) -> T
 
 @torch.library.register_fake("vescale::pack", lib=_LIBRARY)
 def _pack_fake(
-    grads: Sequence[Tensor], offsets: Sequence[int], views: Sequence[int], numel: int, dtype: torch.dtype, unit: int
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    views: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    unit: int,
 ) -> Tensor:
     return grads[0].new_empty(numel, dtype=dtype)
 

@@ -40,9 +40,7 @@ class CommSpec(NamedTuple):
     reduce_dtype: torch.dtype  # of the buffer that is reduced
 
 
-def unshard(
-    shard: Tensor, port: Tensor | None, views: Sequence[ParamView], comm: CommSpec
-) -> tuple[Tensor, ...]:
+def unshard(shard: Tensor, port: Tensor | None, views: Sequence[ParamView], comm: CommSpec) -> tuple[Tensor, ...]:
     """Returns the full parameters of a unit, as views of one gathered buffer.
 
     Args:
@@ -67,9 +65,7 @@ class _Unshard(torch.autograd.Function):
         gathered = ops.all_gather(shard.to(comm.param_dtype), comm.unit, comm.world_size, comm.group)
         params = tuple(gathered.narrow(0, view.offset, view.numel).view(view.shape) for view in views)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(param for param, view in zip(params, views, strict=True) if not view.trainable)
-        )
+        ctx.mark_non_differentiable(*(param for param, view in zip(params, views, strict=True) if not view.trainable))
         ctx.views, ctx.comm = views, comm
         ctx.shard_numel, ctx.shard_dtype = shard.numel(), shard.dtype
         ctx.reduces = port is None
@@ -92,4 +88,3 @@ class _Unshard(torch.autograd.Function):
             return None, packed, None, None
         reduced = ops.reduce_scatter(packed, comm.unit, "avg", comm.world_size, comm.group)
         return reduced.to(ctx.shard_dtype), None, None, None
-

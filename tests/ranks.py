@@ -76,7 +76,7 @@ def run_on_ranks(
 def on_ranks(*world_sizes: int, deadline_s: float = DEFAULT_DEADLINE_S) -> Callable[..., Any]:
     """Makes a test of a function, once for each world size: its body runs on every rank.
 
-    The function's own parameters are filled by ``pytest.mark.parametrize`` as usual.
+    Its own parameters are filled by ``pytest.mark.parametrize`` and fixtures as usual, and are pickled.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 def vescale(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compiles one graph that Dynamo captured.
 
@@ -42,12 +46,15 @@ def vescale(
         gm: Dynamo's graph.
         example_inputs: its arguments: tensors, sharded parameters, symbolic integers.
         options: see :class:`vescale_compile.options.Options`.
+        mode: must be None.
 
     Raises:
         ValueError: an option that does not exist, or has an impossible value.
         GraphError: a graph that can't be compiled, or that breaks an invariant.
         RanksDisagree, RanksMissing: the ranks are not about to do the same collectives.
     """
+    if mode is not None:
+        raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
     read = read_options(options)
     captured = capture(gm, example_inputs)
     if captured is None:
@@ -63,7 +70,7 @@ def vescale(
     lower = {"inductor": _lower_inductor, "eager": _lower_eager}[read.lowering]
     run = lower(captured, inputs, dump)
     check_agreement(captured, read.deadline)
-    return CompiledGraph(captured, run, fallback=gm)
+    return CompiledGraph(captured, run)
 
 
 def _flat_examples(context: CompileContext) -> list[Any]:

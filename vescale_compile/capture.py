@@ -72,12 +72,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture | None
             _graph_unit(ordinal, buffer, [example_inputs[i] for i in members]),
             buffer,
             tuple(members),
-            tuple(bindings[i].index for i in members),
+            tuple(bindings[i].slot for i in members),
         )
         for ordinal, (buffer, members) in enumerate(positions.items())
     )
     params = {
-        position: ParamInput(ordinal, view, unit.buffer.slots[bindings[position].index].name)
+        position: ParamInput(ordinal, view, unit.buffer.slots[bindings[position].slot].name)
         for ordinal, unit in enumerate(units)
         for view, position in enumerate(unit.positions)
     }
@@ -103,19 +103,17 @@ def _by_first_use(gm: fx.GraphModule, bindings: dict[int, Binding]) -> list[int]
 
 def _graph_unit(ordinal: int, buffer: FlatBuffer, params: Sequence[Tensor]) -> GraphUnit:
     views = tuple(
-        buffer.view_of(binding.index, trainable=param.requires_grad)
+        buffer.view_of(binding.slot, trainable=param.requires_grad)
         for param in params
         if (binding := binding_of(param))
     )
     needs_grad = torch.is_grad_enabled() and any(view.trainable for view in views)
     reduces = buffer.sync.in_graph or not needs_grad
     with tracing_fake_mode():
-        like = {"dtype": buffer.shard.dtype, "device": buffer.shard.device}
-        shard = torch.empty(buffer.shard.shape, **like, requires_grad=needs_grad and reduces)
+        shard = torch.empty(buffer.shard.shape, dtype=buffer.shard.dtype, device=buffer.shard.device)
+        shard.requires_grad_(needs_grad and reduces)
         port = None if reduces else buffer.port(shard).requires_grad_()
-    return GraphUnit(
-        buffer.name, shard, port, views, buffer.comm(ordinal), buffer.policy.reshard_after_forward
-    )
+    return GraphUnit(buffer.name, shard, port, views, buffer.comm(ordinal), buffer.policy.reshard_after_forward)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

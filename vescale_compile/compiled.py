@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
-
 from .capture import Capture, CapturedUnit
-from .passes.context import CompileContext
+from .passes.context import CompileContext, GraphError
 from .runtime.agreement import agree_first
 from .runtime.boundary import binding_of, flat_input
 from .runtime.buffer import FlatBuffer
-from .runtime.eager import gathered_once
-
-_log = logging.getLogger(__name__)
 
 
 class CompiledGraph:
@@ -26,7 +19,7 @@ class CompiledGraph:
     that looks like the one it captured. The units come from the arguments at each call.
     """
 
-    def __init__(self, captured: Capture, run: Callable[..., Any], fallback: fx.GraphModule) -> None:
+    def __init__(self, captured: Capture, run: Callable[..., Any]) -> None:
         self._units = captured.units
         self._with_gradient = tuple(
             {unit.indices[view] for view in captured.context.gradients.get(ordinal, ())}
@@ -34,36 +27,31 @@ class CompiledGraph:
         )
         self._others = captured.others
         self._run = run
-        self._fallback = fallback
 
     def __call__(self, *args: Any) -> Any:
         flats: list[Any] = []
         for unit, used in zip(self._units, self._with_gradient, strict=True):
             buffer = _buffer_like_captured(unit, args)
-            if buffer is None:
-                return self._run_captured(args)
             params = [args[position] for position in unit.positions]
             flat = flat_input(buffer, params, reduced=unit.graph.port is None, used=used)
             flats.extend([flat] if unit.graph.port is None else [buffer.shard, flat])
         return self._run(*flats, *(args[position] for position in self._others))
 
-    def _run_captured(self, args: Sequence[Any]) -> Any:
-        """Parameters are grouped into units otherwise than at capture: the captured graph, operator by operator."""
-        _warn_regrouped()
-        buffers = {binding.buffer: None for value in args if (binding := binding_of(value))}
-        with gathered_once(buffers):
-            return self._fallback(*args)
 
+def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> FlatBuffer:
+    """The one buffer that all of the unit's arguments are in, at the places they had at capture.
 
-def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> FlatBuffer | None:
-    """The one buffer that all of the unit's arguments are in, at the places they had at capture; else None."""
-    first = binding_of(args[unit.positions[0]])
-    if first is None or first.buffer.layout != unit.layout:
-        return None
-    for position, index in zip(unit.positions, unit.indices, strict=True):
-        if binding_of(args[position]) != (first.buffer, index):
-            return None
-    return first.buffer
+    Dynamo's guards see to it: each parameter's place is a value that module code reads, and which parameters
+    share a buffer object another. A breach would compute with wrong weights, so it is checked at each call.
+    """
+    buffer = args[unit.positions[0]]._vescale_binding.buffer
+    slots = zip(unit.positions, unit.indices, strict=True)
+    if buffer.layout != unit.layout or any(binding_of(args[i]) != (buffer, slot) for i, slot in slots):
+        raise GraphError(
+            f"[rank {buffer.rank}] a graph compiled for unit {unit.graph.name} was called with parameters of unit "
+            f"{buffer.name}, which is laid out otherwise. This is a bug in guards: call torch._dynamo.reset()"
+        )
+    return buffer
 
 
 def check_agreement(captured: Capture, deadline: float) -> None:
@@ -81,11 +69,3 @@ def check_agreement(captured: Capture, deadline: float) -> None:
 
 def _collective_lines(context: CompileContext) -> list[str]:
     return [f"{part.value}: {line}" for part, lines in context.collectives.items() for line in lines]
-
-
-@functools.cache
-def _warn_regrouped() -> None:
-    _log.warning(
-        "a compiled graph is called with parameters that belong to other units than those it was compiled for; "
-        "such calls run the captured graph without compiling it. Results are the same."
-    )

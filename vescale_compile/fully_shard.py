@@ -92,11 +92,7 @@ def _shard_unit(
 ) -> None:
     comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward)
     sync = GradientSync()
-    plans = [
-        (plan, group)
-        for group in group_by_buffer(members.params)
-        for plan in _plan(group, mesh, granularity)
-    ]
+    plans = [(plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, granularity)]
     buffers = []
     for ordinal, (plan, group) in enumerate(plans):
         name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"
@@ -120,9 +116,7 @@ def _plan(
     params: dict[str, nn.Parameter], mesh: DeviceMesh, granularity: GranularityFn | None
 ) -> tuple[BufferPlan, ...]:
     tensors = [
-        TensorSpec(
-            name, tuple(p.shape), p.element_size(), granularity(name, p) if granularity is not None else None
-        )
+        TensorSpec(name, tuple(p.shape), p.element_size(), granularity(name, p) if granularity is not None else None)
         for name, p in params.items()
     ]
     return plan_unit(tensors, mesh.size()).buffers
@@ -145,17 +139,13 @@ def _allocate(
         start, stop = plan.interval(key, rank)
         local_start = max(plan.offsets[key] - rank * plan.shard_numel, 0) if stop > start else 0
         slots.append(ParamSlot(key, tuple(param.shape), plan.offsets[key], local_start, stop - start))
-    buffer = FlatBuffer(
-        name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.get_group(), policy, sync
-    )
+    buffer = FlatBuffer(name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.get_group(), policy, sync)
     for index, (key, param) in enumerate(params.items()):
         local = buffer.local(buffer.shard, index)
         start, stop = plan.interval(key, rank)
         if not param.is_meta:
             local.copy_(param.detach().reshape(-1)[start:stop])
-        sharded = RaggedDTensor.from_local(
-            local, mesh, [RaggedShard(*plan.ragged_shard(key))], shape=param.shape
-        )
+        sharded = RaggedDTensor.from_local(local, mesh, [RaggedShard(*plan.ragged_shard(key))], shape=param.shape)
         buffer.params.append(_as_parameter(sharded, param, Binding(buffer, index)))
     return buffer
 
@@ -171,10 +161,11 @@ def _as_parameter(sharded: Tensor, original: nn.Parameter, binding: Binding) -> 
 def _check_arguments(module: object, reshard_after_forward: object, quantize: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: module is {type(module).__name__}; give an nn.Module")
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        raise RuntimeError(
-            "fully_shard: the module was compiled already. Call fully_shard first, then torch.compile."
-        )
+    for name, part in module.named_modules():
+        if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
+            raise RuntimeError(
+                f"fully_shard: {name or 'the module'} was compiled already. Call fully_shard first, then torch.compile."
+            )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
             f"fully_shard: an {type(module).__name__} has no forward, so nothing says when its parameters are "

@@ -57,9 +57,11 @@ def from_hf_config(path: Path) -> nn.Module:
         config = AutoConfig.for_model(**fields)
     except (KeyError, ValueError) as error:
         raise ValueError(f"--hf-config {path}: {error}") from error
-    causal = type(config) in AutoModelForCausalLM._model_mapping
     with torch.device("meta"):
-        return (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+        try:
+            return AutoModelForCausalLM.from_config(config)
+        except ValueError:  # no language model
+            return AutoModel.from_config(config)
 
 
 def unit_specs(model: nn.Module, granularity: GranularityRule) -> dict[str, list[TensorSpec]]:

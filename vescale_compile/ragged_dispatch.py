@@ -62,18 +62,11 @@ def _is_elementwise(func: OpOverload) -> bool:
         return False
     if torch.Tag.pointwise in func.tags:
         return True
-    name, overload = func._opname, func._overloadname
-    if (
-        func.namespace != "aten"
-        or not name.endswith("_")
-        or name.startswith("_")
-        or not hasattr(aten, name[:-1])
-    ):
+    name = func._opname
+    if func.namespace != "aten" or not name.endswith("_"):
         return False
-    functional = getattr(aten, name[:-1])
-    return any(
-        torch.Tag.pointwise in getattr(functional, o).tags for o in (overload,) if o in functional.overloads()
-    )
+    functional = getattr(getattr(aten, name[:-1], None), func._overloadname, None)
+    return torch.Tag.pointwise in getattr(functional, "tags", ())
 
 
 def _is_elementwise_on_lists(func: OpOverload) -> bool:

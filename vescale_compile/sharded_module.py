@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 from .ragged_dtensor import RaggedDTensor
 from .runtime import eager
 from .runtime.agreement import agree_on_buffers
-from .runtime.boundary import Binding
 from .runtime.buffer import FlatBuffer
 from .runtime.marker import unshard_param
 from .storage import convert_buffer
@@ -72,9 +71,7 @@ class ShardedModule(nn.Module):
             output = _cast(output, unit.output_dtype)
         return output
 
-    def _vescale_forward(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _vescale_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling = torch.compiler.is_compiling()
         if compiling and _forward.running:
             # Nothing to set, and Dynamo allows no side effect in a checkpointed region.
@@ -94,14 +91,13 @@ class ShardedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """``to``, ``half``, ``to_empty`` and the like: on the flat shard, of which parameters are views."""
         sharded = {name: p for name, p in self._parameters.items() if isinstance(p, RaggedDTensor)}
-        for name in sharded:
-            self._parameters[name] = None
+        self._parameters.update(dict.fromkeys(sharded))
         try:
             super()._apply(fn, recurse)
         finally:
             self._parameters.update(sharded)
         for param in sharded.values():
-            convert_buffer(param, fn)
+            convert_buffer(cast(RaggedDTensor, param), fn)
         return self
 
 
@@ -113,11 +109,12 @@ def make_sharded(module: nn.Module, access: dict[str, Access], unit: Unit | None
     else:
         module.__dict__["_vescale_access"] = dict(access)
         module.__dict__["_vescale_unit"] = unit
+    names: dict[str, Access] = vars(module)["_vescale_access"]
     original = next(cls for cls in type(module).__mro__ if not issubclass(cls, ShardedModule))
-    module.__class__ = _sharded_class(original, tuple(module._vescale_access))
+    module.__class__ = _sharded_class(cast(type[nn.Module], original), tuple(names))  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """One class for all modules alike, so that Dynamo's code and guards serve every layer.
 

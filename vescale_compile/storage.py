@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .ragged_dtensor import RaggedDTensor
 from .runtime.boundary import Binding
-from .runtime.buffer import FlatBuffer
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Every private PyTorch name this package uses, in one place. Tried on torch 2.13.0; read against 2.11 and 2.12.
+"""Every private PyTorch name this package uses, in one place. Tried on torch 2.13.0.
 
 Each entry says why no public name does. When a PyTorch release breaks something, it breaks here.
 """
@@ -10,31 +10,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.fx.graph import _BoxedCodeGen
 
 CompiledGraph = Callable[..., Any]
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The store that ``init_process_group`` set up. Public calls only take a store, none gives it back."""
     return dist.distributed_c10d._get_default_store()
 
 
 def tracing_fake_mode() -> FakeTensorMode:
     """The fake tensor mode of the compilation in progress; new graph inputs must belong to it."""
-    return torch._guards.TracingContext.get().fake_mode
+    mode = torch._guards.TracingContext.get().fake_mode
+    assert mode is not None
+    return mode
 
 
 def mark_graph_input(placeholder: fx.Node, name: str) -> None:
     """AOTAutograd demands a Dynamo source of every placeholder, a different one for each."""
-    placeholder._dynamo_source = ConstantSource(source_name=name)  # type: ignore[attr-defined]
+    placeholder._dynamo_source = ConstantSource(source_name=name)
 
 
 def copy_capture_marks(source: fx.GraphModule, target: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> None:
@@ -47,7 +50,7 @@ def copy_capture_marks(source: fx.GraphModule, target: fx.GraphModule, nodes: di
         target._param_name_to_source = source._param_name_to_source
     for old, new in nodes.items():
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
 
 
 def inductor_compile(
@@ -116,7 +119,7 @@ class WrappedPartitioner(CustomPartitionerFn):
 
 
 def run_boxed(gm: fx.GraphModule) -> CompiledGraph:
-    """The graph as it is, called with one list that it empties, so that inputs are freed after their last use."""
+    """The graph as it is, called with one list that it empties: inputs are freed after their last use."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     forward = gm.forward

@@ -20,9 +20,7 @@ class UnitMembers:
     params: dict[str, nn.Parameter]
 
 
-def find_units(
-    module: nn.Module, ignored: set[nn.Parameter], *, nested_units: bool
-) -> list[UnitMembers]:
+def find_units(module: nn.Module, ignored: set[nn.Parameter], *, nested_units: bool) -> list[UnitMembers]:
     """The units that ``fully_shard(module)`` makes, inner ones first.
 
     Args:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import vescale_compile as vc
 from torch import Tensor, nn
+
+import vescale_compile as vc
 from vescale_compile.examples.llama import Llama, LlamaConfig
 
 Batch = tuple[Tensor, Tensor]

@@ -5,9 +5,10 @@ from collections import Counter
 import models
 import pytest
 import torch
-import vescale_compile as vc
 from ranks import on_ranks
 from torch.profiler import ProfilerActivity, profile
+
+import vescale_compile as vc
 
 MICRO_BATCHES = 3
 
@@ -109,5 +110,3 @@ def test_a_parameter_that_only_earlier_micro_batches_used_gets_its_gradient():
 def test_no_sync_of_a_module_that_is_not_sharded_says_so():
     with pytest.raises(ValueError, match="fully_shard"), vc.no_sync(torch.nn.Linear(2, 2)):
         pass
-
-

@@ -8,9 +8,10 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-import vescale_compile as vc
 from ranks import on_ranks
 from torch import nn
+
+import vescale_compile as vc
 
 
 def unsharded(model: models.Model = models.Uneven, backend: str = "aot_eager"):
@@ -116,6 +117,35 @@ def test_one_compiled_block_serves_every_layer():
 
 
 @on_ranks(2)
+def test_parameters_grouped_into_units_otherwise_than_at_capture_give_the_same_numbers():
+    """A function captured with two parameters of one unit is called with parameters of two units, and back."""
+    torch._dynamo.reset()
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(models.Block(), models.Block()) for _ in range(2))
+
+    model, whole = vc.fully_shard(models.build(Pairs)), models.build(Pairs)
+
+    @torch.compile(backend="vescale", options={"lowering": "eager"})
+    def apply(first, second, x):
+        return second.down(first.up(x)).sum()
+
+    x = torch.ones(2, 13)
+    for first, second in ((0, 0), (0, 1), (1, 1)):
+        ours = apply(model.layers[first][0], model.layers[second][1], x)
+        theirs = whole.layers[second][1].down(whole.layers[first][0].up(x)).sum()
+        assert torch.equal(ours, theirs)
+        ours.backward()
+        theirs.backward()
+    for ours, theirs in zip(model.layers.parameters(), whole.layers.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+
+
+@on_ranks(2)
 def test_clipping_between_backward_and_step_is_that_of_the_whole_gradient():
     model, call = models.sharded(models.Uneven)
     reference, compiled = unsharded()
@@ -152,7 +182,11 @@ def test_a_model_that_is_not_sharded_compiles_with_one_warning():
             assert torch.equal(call(torch.ones(1, width)), model(torch.ones(1, width)))
     """
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
     assert result.stderr.count("Call vescale_compile.fully_shard(model)") == 1, result.stderr
 
@@ -176,6 +210,11 @@ def test_writing_to_a_parameter_in_forward_is_refused():
 def test_an_option_that_does_not_exist_is_refused():
     with pytest.raises(Exception, match=r"unknown vescale options \['lowring'\]"):
         torch.compile(nn.Linear(2, 2), backend="vescale", options={"lowring": "eager"})(torch.ones(1, 2))
+
+
+def test_a_mode_is_refused():
+    with pytest.raises(Exception, match="no mode 'max-autotune'"):
+        torch.compile(nn.Linear(2, 2), backend="vescale", mode="max-autotune")(torch.ones(1, 2))
 
 
 def test_an_impossible_option_is_refused():

@@ -6,9 +6,10 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-import vescale_compile as vc
 from ranks import on_ranks
 from torch import nn
+
+import vescale_compile as vc
 from vescale_compile.runtime.agreement import RanksMissing, agree
 
 ODD = 1  # the rank that differs

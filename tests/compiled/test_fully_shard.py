@@ -6,11 +6,12 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-import vescale_compile as vc
 from ranks import fake_world, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+
+import vescale_compile as vc
 from vescale_compile.sharded_module import buffers_in
 
 
@@ -202,6 +203,12 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
+def compiled_in_place() -> nn.Module:
+    model = small()
+    model[0].compile()
+    return model
+
+
 def test_without_a_process_group():
     with pytest.raises(RuntimeError, match=r"init_process_group"):
         vc.fully_shard(small())
@@ -211,7 +218,12 @@ def test_without_a_process_group():
     ("make", "error", "message"),
     [
         (lambda: vc.fully_shard(vc.fully_shard(small())), ValueError, r"\[rank 0\].* is a unit already"),
-        (lambda: vc.fully_shard(torch.compile(small())), RuntimeError, "fully_shard first, then torch.compile"),
+        (
+            lambda: vc.fully_shard(torch.compile(small())),
+            RuntimeError,
+            "fully_shard first, then torch.compile",
+        ),
+        (lambda: vc.fully_shard(compiled_in_place()), RuntimeError, "0 was compiled already"),
         (lambda: vc.fully_shard(nn.ReLU()), ValueError, r"fully_shard\(ReLU\): no parameters left to shard"),
         (lambda: vc.fully_shard(nn.ModuleList([small()])), ValueError, "each of its elements"),
         (lambda: vc.fully_shard([small()]), TypeError, "give an nn.Module"),

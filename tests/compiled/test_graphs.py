@@ -70,9 +70,7 @@ def test_dumps_are_numbered_in_the_order_of_the_passes(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_ranks(2, deadline_s=300)
 def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowering):
     torch._dynamo.reset()

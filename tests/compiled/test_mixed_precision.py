@@ -3,10 +3,11 @@
 import models
 import torch
 import torch.distributed as dist
-import vescale_compile as vc
 from ranks import on_ranks
 from test_graphs import dump_of_one_step, final
 from torch import nn
+
+import vescale_compile as vc
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -61,8 +62,8 @@ def test_the_shard_is_cast_once_before_the_gather_and_reduced_in_reduce_dtype(tm
     dumps = dump_of_one_step(tmp_path, models.Uneven, 11, mp_policy=policy)
     gathers = [line for line in final(dumps, "forward").splitlines() if "all_gather_into_tensor.default" in line]
     reductions = [line for line in final(dumps, "backward").splitlines() if "reduce_scatter_tensor.default" in line]
-    assert [": \"bf16[" in line for line in gathers] == [True] * 3
-    assert [": \"f32[" in line for line in reductions] == [True] * 3
+    assert [': "bf16[' in line for line in gathers] == [True] * 3
+    assert [': "f32[' in line for line in reductions] == [True] * 3
 
 
 @on_ranks(2)

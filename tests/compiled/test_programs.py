@@ -154,9 +154,7 @@ def differences(program, compile, steps=3, shape=(2, 12)):
     model, call = models.sharded(program, compile=compile)
     losses = models.train(call, model.parameters(), data)
     reference, expected = models.train_unsharded(program, data, "aot_eager" if compile else None)
-    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), models.largest_difference(
-        model, reference
-    )
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), models.largest_difference(model, reference)
 
 
 # Where gradients of one parameter are added in another order than the reference adds them, or where other parts

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import fx
+
 from vescale_compile.passes import PIPELINE, check_pipeline
 from vescale_compile.passes.context import (
     ALL_GATHER,
@@ -62,7 +63,12 @@ class Graph:
                 functional.all_gather_into_tensor.default, source, WORLD, "0", comm=Comm(kind, Role.LAUNCH, 0)
             )
         return self.call(
-            functional.reduce_scatter_tensor.default, source, "avg", WORLD, "0", comm=Comm(kind, Role.LAUNCH, 0)
+            functional.reduce_scatter_tensor.default,
+            source,
+            "avg",
+            WORLD,
+            "0",
+            comm=Comm(kind, Role.LAUNCH, 0),
         )
 
     def wait(self, launch: fx.Node) -> fx.Node:
@@ -80,9 +86,7 @@ class Graph:
 def test_a_correct_forward_passes_and_its_collectives_are_recorded():
     graph, forward = Graph(), context(Part.FORWARD)
     graph.verify([graph.call(aten.relu.default, graph.collective(ALL_GATHER, graph.shard))], forward)
-    assert forward.collectives == {
-        Part.FORWARD: ["all_gather of unit 0 (layers.0): 8 elements of torch.float32"]
-    }
+    assert forward.collectives == {Part.FORWARD: ["all_gather of unit 0 (layers.0): 8 elements of torch.float32"]}
 
 
 def test_a_correct_backward_passes():
@@ -175,7 +179,9 @@ def test_collectives_in_another_order_on_one_rank_are_found():
 
     lines = ["all_gather of unit 0", "all_gather of unit 1"]
     mine = lines if dist.get_rank() == 0 else lines[::-1]
-    with pytest.raises(RanksDisagree, match="rank 1 has 'all_gather of unit 1' where rank 0 has 'all_gather of unit 0'"):
+    with pytest.raises(
+        RanksDisagree, match="rank 1 has 'all_gather of unit 1' where rank 0 has 'all_gather of unit 0'"
+    ):
         agree(dist.group.WORLD, "graph", mine)
 
 

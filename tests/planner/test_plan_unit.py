@@ -173,6 +173,7 @@ def test_plans_are_equal_in_every_process_and_need_no_torch() -> None:
     [
         ({"tensors": []}, "at least one tensor"),
         ({"world_size": 0}, "world_size is 0"),
+        ({"world_size": 2.0}, "world_size is 2.0; it must be an int"),
         ({"alignment_bytes": 0}, "alignment_bytes is 0"),
         ({"tensors": [TensorSpec("a", (2,), 4), TensorSpec("a", (3,), 4)]}, "'a' is given more than once"),
     ],

@@ -1,5 +1,6 @@
 """Layouts for the tests of this folder: a mesh of all ranks, and seeded random shapes and placements."""
 
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from vescale_compile.ragged_dtensor import RaggedDTensor, distribute_ragged
 from vescale_compile.ragged_shard import RaggedShard
 
 
+@functools.cache
 def world_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 

@@ -1,10 +1,12 @@
-"""A proven lower bound on the shard size of one buffer."""
+"""Proven lower bounds on shard sizes, and the shard sizes that blocks allow."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import neg
 
 from vescale_compile.planner.layout import Item
 
@@ -71,11 +73,13 @@ def admissible_shards(items: Items, floor: int, alignment: int, within: int | No
     Args:
         within: of each range between two thresholds, only the first so many; ``None`` lists all.
     """
-    thresholds = sorted((freedom_threshold(item), item.block) for item in items)
-    starts = [floor, *sorted({t for t, _ in thresholds if t > floor})]
+    kinds = sorted(((freedom_threshold(item), item.block) for item in items), reverse=True)
+    thresholds = [threshold for threshold, _ in kinds]
+    multiples = list(accumulate((block for _, block in kinds), math.lcm, initial=alignment))
+    starts = [floor, *sorted({threshold for threshold in thresholds if threshold > floor})]
     for low, high in pairwise([*starts, None]):
         assert low is not None
-        step = math.lcm(alignment, *(block for threshold, block in thresholds if threshold > low))
+        step = multiples[bisect_left(thresholds, -low, key=neg)]
         shard, listed = ceil_to(max(low, 1), step), 0
         while (high is None or shard < high) and (within is None or listed < within):
             yield shard
@@ -83,13 +87,13 @@ def admissible_shards(items: Items, floor: int, alignment: int, within: int | No
 
 
 def divisors(items: Items, limit: int = 24) -> list[int]:
-    """The grids that items share: gcd(g, e) of each item, closed under gcd, at most ``limit`` of them."""
+    """The grids that items share: gcd(g, e) of each item, closed under gcd, the ``limit`` largest."""
     found: set[int] = set()
     for own in sorted({math.gcd(item.block, item.numel) for item in items}, reverse=True):
         found |= {own} | {math.gcd(own, other) for other in found}
-        if len(found) >= limit:
+        if len(found) >= 4 * limit:
             break
-    return sorted(found)[:limit]
+    return sorted(found, reverse=True)[:limit]
 
 
 def _counting_floor(items: Items, world_size: int) -> int:

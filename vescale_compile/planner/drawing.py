@@ -34,8 +34,7 @@ def draw_buffer(plan: BufferPlan) -> str:
             lines.append(f"  ... and {len(plan.tensors) - index} more tensors")
             break
         lines.append(
-            f"{_letter(index):>3} {tensor.name} {list(tensor.shape)} at {start:,}, "
-            f"blocks of {tensor.block_numel:,}"
+            f"{_letter(index):>3} {tensor.name} {list(tensor.shape)} at {start:,}, blocks of {tensor.block_numel:,}"
         )
     return "\n".join(lines)
 

@@ -39,9 +39,7 @@ class ModelShapes:
     ) -> dict[str, list[TensorSpec]]:
         """The units as the planner takes them; ``granularity`` maps a name and a shape to a block."""
         return {
-            unit: [
-                TensorSpec(name, shape, itemsize, granularity(name, shape)) for name, shape in shapes.items()
-            ]
+            unit: [TensorSpec(name, shape, itemsize, granularity(name, shape)) for name, shape in shapes.items()]
             for unit, shapes in self.units.items()
         }
 

@@ -22,7 +22,8 @@ class BufferPlan:
     Args:
         tensors: the tensors, in the order in which they lie in the buffer.
         layout: their places; it has checked itself. Plans of equal content share it.
-        lower_bound: no layout of these tensors in one buffer has fewer elements for each rank (proven).
+        lower_bound: no layout of these tensors in one buffer (in this order, if the order was to be kept) has
+            fewer elements for each rank: proven.
 
     Raises:
         ValueError: the layout is not one of these tensors, or their itemsizes differ.
@@ -111,7 +112,14 @@ class BufferPlan:
         """
         tensor = self._find(name)
         unit = math.gcd(tensor.block_numel, tensor.numel)
-        return tensor.ragged_dims, tuple((end - start) // unit for start, end in self.intervals(name))
+        start, end, shard = self.offsets[name], self.offsets[name] + tensor.numel, self.shard_numel
+        first, last = start // shard, (end - 1) // shard
+        if first == last:
+            shares = [tensor.numel]
+        else:
+            shares = [(first + 1) * shard - start, *[shard] * (last - first - 1), end - last * shard]
+        local_units = [0] * first + [share // unit for share in shares] + [0] * (self.world_size - last - 1)
+        return tensor.ragged_dims, tuple(local_units)
 
     def __str__(self) -> str:
         return draw_buffer(self)

@@ -104,9 +104,7 @@ class ModelReport:
         }
 
     def __str__(self) -> str:
-        return "\n".join(
-            [table([*self.rows, self.total]), *(_advice(row) for row in self.rows if row.remedies)]
-        )
+        return "\n".join([table([*self.rows, self.total]), *(_advice(row) for row in self.rows if row.remedies)])
 
 
 def report(

@@ -3,8 +3,7 @@
 Feasibility is not monotone in S, so no binary search is exact. The search tries, in ascending order, the
 shard sizes that the structure of the blocks suggests, then bisects between the last failure and the first
 success, then, where the buffer is small enough, rules out every smaller S one by one, which proves that its
-answer is the smallest.
-Finding the smallest S is NP-hard in general (it contains partition), hence the budget.
+answer is the smallest. To find the smallest S is NP-hard in general (it contains partition), hence budgets.
 """
 
 from __future__ import annotations
@@ -62,15 +61,12 @@ def search(items: Sequence[Item], world_size: int, alignment: int, *, keep_order
     shard, order = _descend(pack, suggested, alignment, tries, last)
     if shard > bound:
         tries = EXACT_BUDGET // work
-        rivals = list(islice(admissible_shards(kinds, bound, alignment), tries + 1))
-        proves = rivals[-1] >= shard
-        for rival in (s for s in (rivals if proves else suggested[:tries]) if s < shard):
-            better = exact(rival)
-            if better is not None:
-                shard, order = rival, better
-                break
-        if proves:
-            bound = shard
+        smaller = list(islice(admissible_shards(kinds, bound, alignment), tries + 1))
+        exhaustive = smaller[-1] >= shard
+        rivals = [rival for rival in (smaller if exhaustive else suggested[:tries]) if rival < shard]
+        better = next(((rival, found) for rival in rivals if (found := exact(rival)) is not None), None)
+        shard, order = better or (shard, order)
+        bound = shard if exhaustive else bound
     starts = place_in_order(order, shard, world_size * shard)
     assert starts is not None
     return Found(tuple(order), tuple(starts), shard, bound)
@@ -85,7 +81,6 @@ def _greedy(kinds: Items, world_size: int) -> Packer:
         sorted(kinds, key=lambda item: (item.block, item.numel), reverse=True),
         sorted(kinds, key=lambda item: (item.numel, item.block), reverse=True),
     ]
-
     plain = [[item for item in preference for _ in range(kinds[item])] for preference in preferences]
 
     def pack(shard: int) -> Sequence[Item] | None:
@@ -109,9 +104,9 @@ def _suggested(kinds: Items, bound: int, alignment: int) -> list[int]:
     """Admissible shard sizes at which many boundaries can agree with many blocks, ascending."""
     steps = {alignment}
     for block in sorted({item.block for item in kinds} | set(divisors(kinds)), reverse=True)[:10]:
-        steps |= {math.lcm(step, block) for step in steps}
+        steps |= {multiple for step in steps if (multiple := math.lcm(step, block)) <= 2 * bound}
     found = set(admissible_shards(kinds, bound, alignment, within=1))
-    for step in (step for step in steps if step <= 2 * bound):
+    for step in steps:
         found.update(islice(admissible_shards(kinds, bound, step, within=1), 2))
     return sorted(found)
 

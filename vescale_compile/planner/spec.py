@@ -77,9 +77,7 @@ class TensorSpec:
         if type(self.shape) is not tuple:
             object.__setattr__(self, "shape", tuple(self.shape))
         if self.itemsize < 1:
-            raise ValueError(
-                f"tensor {self.name!r}: itemsize is {self.itemsize} bytes; it must be at least 1"
-            )
+            raise ValueError(f"tensor {self.name!r}: itemsize is {self.itemsize} bytes; it must be at least 1")
         try:
             item = _item(self.shape, self.granularity)
         except (TypeError, ValueError) as error:

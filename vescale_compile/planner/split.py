@@ -27,9 +27,7 @@ MOST_CLASSES = 7
 """Block sizes that are told apart; their partitions are enumerated. The smallest ones stay together."""
 
 
-def split(
-    items: Sequence[Item], world_size: int, alignment: int, *, itemsize: int, keep_order: bool
-) -> list[Found]:
+def split(items: Sequence[Item], world_size: int, alignment: int, *, itemsize: int, keep_order: bool) -> list[Found]:
     """The buffers, their items and layouts, that minimize elements for each rank plus the price of buffers.
 
     Items with the same block share a buffer. The best partition is found over proven lower bounds first; the

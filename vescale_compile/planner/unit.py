@@ -41,16 +41,12 @@ def plan_unit(
     """
     if not tensors:
         raise ValueError("plan_unit: a unit needs at least one tensor")
-    if world_size < 1:
-        raise ValueError(f"plan_unit: world_size is {world_size}; it must be at least 1")
-    if alignment_bytes < 1:
-        raise ValueError(f"plan_unit: alignment_bytes is {alignment_bytes}; it must be at least 1")
+    for name, value in (("world_size", world_size), ("alignment_bytes", alignment_bytes)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"plan_unit: {name} is {value}; it must be an int of at least 1")
     pieces = plan_content(tuple(map(_content, tensors)), world_size, alignment_bytes, keep_order)
     return UnitPlan(
-        tuple(
-            BufferPlan(tuple(map(tensors.__getitem__, indices)), layout, bound)
-            for indices, layout, bound in pieces
-        )
+        tuple(BufferPlan(tuple(map(tensors.__getitem__, indices)), layout, bound) for indices, layout, bound in pieces)
     )
 
 

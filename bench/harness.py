@@ -1,0 +1,174 @@
+"""Measures systems side by side: all alive in processes of their own, one of them at work at a time.
+
+Each contender (a system under a policy) has its own rank processes and process group, and so memory and
+compiler caches of its own. All contenders stay alive for the whole run. Warm-up steps, in which they compile,
+are taken by one contender after another; then the timed steps go round: every contender takes one step while
+the ranks of the others sleep on their pipes, and each round starts with another contender. Whatever else the
+machine does meets all of them alike, within seconds, which blocks of steps would not give: a block lasts
+longer than the disturbances. The price is that the memory of all must fit at once; choose fewer systems where
+it does not.
+
+A system that raises, dies or passes a deadline is ended, and reported with what its ranks said; the others go
+on without it. Linux only: memory is read from /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from processes import Ranks, RanksFailed
+from systems import Policy, Workload
+from traffic import Traffic
+from worker import Check, Job, Memory, Step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        warmup: steps before the timed ones, in which systems compile.
+        steps: timed steps.
+        ranks: processes for each contender.
+        threads: of each rank's operators.
+        deadline_s: seconds for each order to the ranks (build, step, ...) and for each collective.
+    """
+
+    warmup: int
+    steps: int
+    ranks: int
+    threads: int
+    deadline_s: float
+
+
+@dataclass
+class Result:
+    """What was measured of one contender. Times in seconds, memory in bytes, lists of ranks by rank."""
+
+    system: str
+    policy: Policy
+    warmup_s: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """of every step, warm-up included; the mean over the ranks"""
+    final_loss: float | None = None
+    """at the parameters after all steps, the mean over the ranks"""
+    gradient_norm: float | None = None
+    """of the averaged gradient there"""
+    memory: list[Memory] = field(default_factory=list)
+    collectives: dict[str, Traffic] = field(default_factory=dict)
+    """of one step of rank 0, by kind"""
+    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages: the system, and the policy if it has a choice."""
+        return self.system if self.policy is Policy.REPLICATED else f"{self.system} ({self.policy})"
+
+    @property
+    def median_s(self) -> float:
+        """The median timed step."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def compile_s(self) -> float:
+        """What the warm-up steps took longer than as many median steps: compilation and first-use work."""
+        return max(0.0, sum(self.warmup_s) - len(self.warmup_s) * self.median_s)
+
+
+def measure(
+    contenders: Sequence[tuple[str, Policy]], workload: Workload, plan: Plan, say: Callable[[str], None]
+) -> list[Result]:
+    """Runs all contenders, interleaved, and returns their results in the order given.
+
+    Args:
+        contenders: names of systems, each with one of its policies.
+        workload: what they train.
+        plan: how many steps, on how many ranks.
+        say: called with a line on progress now and then.
+    """
+    runs = [_Run(Result(system, policy)) for system, policy in contenders]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+        for run in runs:
+            stack.callback(run.close)
+        for index, run in enumerate(runs):
+            say(f"{run.result.name}: building and warming up")
+            with run.failing_alone(say):
+                run.start(_job(run.result, workload, plan, Path(folder, str(index))))
+                run.warm_up(plan.warmup)
+        for turn in range(plan.steps):
+            say(f"round {turn + 1} of {plan.steps}")
+            first = turn % len(runs)
+            for run in runs[first:] + runs[:first]:
+                if run.ranks is not None:
+                    with run.failing_alone(say):
+                        run.result.steps_s.append(run.step())
+        for run in runs:
+            if run.ranks is not None:
+                with run.failing_alone(say):
+                    run.finish()
+                    run.close()
+    return [run.result for run in runs]
+
+
+def _job(result: Result, workload: Workload, plan: Plan, folder: Path) -> Job:
+    folder.mkdir()
+    return Job(result.system, result.policy, workload, plan.ranks, plan.threads, str(folder), plan.deadline_s)
+
+
+class _Run:
+    """One contender on its way: its processes while it lives, and the result so far."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        self.ranks: Ranks | None = None
+
+    @contextlib.contextmanager
+    def failing_alone(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Turns a failure of the ranks into the result's error, and ends them."""
+        try:
+            yield
+        except RanksFailed as failure:
+            self.result.error = str(failure)
+            say(f"{self.result.name}: failed\n{failure}")
+            self.close()
+
+    def start(self, job: Job) -> None:
+        self.ranks = Ranks(job)
+        self._ask("build")
+
+    def warm_up(self, steps: int) -> None:
+        for _ in range(steps):
+            self.result.warmup_s.append(self.step())
+        self._ask("start_measuring_memory")
+
+    def step(self) -> float:
+        """Takes one step; its duration, from the first rank's start to the last one's end."""
+        steps: list[Step] = self._ask("step")
+        self.result.losses.append(statistics.fmean(step.loss for step in steps))
+        return max(step.stop for step in steps) - min(step.start for step in steps)
+
+    def finish(self) -> None:
+        """All that is measured apart from the timed steps."""
+        self.result.memory = self._ask("memory")
+        self.result.collectives = self._ask("trace")[0]
+        checks: list[Check] = self._ask("check")
+        self.result.final_loss = statistics.fmean(check.loss for check in checks)
+        self.result.gradient_norm = checks[0].gradient_norm
+        self._ask("leave")
+
+    def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+            self.ranks = None
+
+    def _ask(self, order: str) -> list[Any]:
+        assert self.ranks is not None
+        return self.ranks.ask(order)

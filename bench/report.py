@@ -1,0 +1,101 @@
+"""The benchmark's report: Markdown tables, and how far the systems' results are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness import Result
+from systems import OURS, Policy
+
+MB = 1e6
+HEADINGS = (
+    "system",
+    "step ms",
+    "min to max",
+    "÷ {ours}",
+    "peak MB",
+    "steps MB",
+    "total MB",
+    "collectives",
+    "sent MB",
+    "compile s",
+    "final loss",
+    "gradient norm",
+)
+LEGEND = """\
+Step: median over the timed steps, each from the first rank's start to the last one's end; ÷: that, over ours.
+Peak and steps: memory of the fullest rank above its baseline before the model was built, in the whole run and
+in the timed steps; total: the peak with the baseline. Collectives of a step: AG all-gathers, RS reduce-scatters,
+AR all-reduces; sent: what each rank must send for them at least. Compile: what the warm-up took longer than as
+many steps. Loss and gradient norm are those after the same number of steps on the same data."""
+SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
+SECTIONS = {
+    Policy.REPLICATED: ("Unsharded (every rank holds all parameters)", Policy.KEEP),
+    Policy.RESHARD: ("Reshard (parameters gathered again in backward)", Policy.RESHARD),
+    Policy.KEEP: ("Keep (parameters gathered once a step)", Policy.KEEP),
+}
+"""Title, and the policy of ours that a section is compared with: unsharded parameters are as good as kept."""
+
+
+def tables(results: Sequence[Result]) -> str:
+    """One table for each policy there are results of, and the legend."""
+    parts = []
+    for policy, (title, compared_with) in SECTIONS.items():
+        section = [result for result in results if result.policy is policy]
+        if not section:
+            continue
+        ours = _ours(results, compared_with)
+        name = OURS if compared_with is policy else f"{OURS} {compared_with}"
+        headings = [heading.format(ours=name) for heading in HEADINGS]
+        parts += [f"**{title}**", "", _row(headings), _row(["---", *["---:"] * (len(headings) - 1)])]
+        parts += [_row(_cells(result, ours)) for result in section]
+        parts.append("")
+    return "\n".join([*parts, LEGEND, ""])
+
+
+def disagreement(results: Sequence[Result]) -> dict[str, float]:
+    """Largest difference between any two systems that finished, over the mean: of losses and of norms.
+
+    NaN where a value is NaN; empty with fewer than two systems.
+    """
+    finished = [result for result in results if result.error is None]
+    if len(finished) < 2:
+        return {}
+    columns = {
+        "losses after the timed steps": [result.final_loss for result in finished],
+        "gradient norms there": [result.gradient_norm for result in finished],
+    }
+    return {what: _spread([value for value in values if value is not None]) for what, values in columns.items()}
+
+
+def _spread(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return max(abs(a - b) for a in values for b in values) / abs(mean)
+
+
+def _ours(results: Sequence[Result], policy: Policy) -> Result | None:
+    return next((r for r in results if r.system == OURS and r.policy is policy and r.error is None), None)
+
+
+def _cells(result: Result, ours: Result | None) -> list[str]:
+    if result.error is not None:
+        return [result.system, "failed", *["-"] * (len(HEADINGS) - 2)]
+    calls = " + ".join(f"{traffic.calls} {SHORT.get(kind, kind)}" for kind, traffic in result.collectives.items())
+    return [
+        result.system,
+        f"{1e3 * result.median_s:.0f}",
+        f"{1e3 * min(result.steps_s):.0f} to {1e3 * max(result.steps_s):.0f}",
+        f"{result.median_s / ours.median_s:.2f}" if ours is not None else "-",
+        f"{max(memory.peak - memory.baseline for memory in result.memory) / MB:.0f}",
+        f"{max(memory.peak_of_steps - memory.baseline for memory in result.memory) / MB:.0f}",
+        f"{max(memory.peak for memory in result.memory) / MB:.0f}",
+        calls or "none",
+        f"{sum(traffic.sent_bytes for traffic in result.collectives.values()) / MB:.1f}",
+        f"{result.compile_s:.1f}",
+        f"{result.final_loss:.6f}",
+        f"{result.gradient_norm:.5f}",
+    ]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,195 @@
+"""One rank of one system under test: a process that trains when it is told to, and else sleeps on its pipe."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import resource
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import traffic
+from systems import SYSTEMS, Policy, Workload
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank's process is given.
+
+    Attributes:
+        folder: of this system alone, for its rendezvous, logs and compiler caches.
+        deadline_s: of each collective.
+    """
+
+    system: str
+    policy: Policy
+    workload: Workload
+    ranks: int
+    threads: int
+    folder: str
+    deadline_s: float
+
+    def log(self, rank: int) -> Path:
+        """Where a rank's output goes."""
+        return Path(self.folder, f"rank{rank}.log")
+
+
+class Step(NamedTuple):
+    """One training step on one rank. Times are of the machine's monotonic clock, in seconds."""
+
+    start: float
+    stop: float
+    loss: float
+
+
+class Check(NamedTuple):
+    """What the trained parameters give: this rank's loss, and the norm of the whole reduced gradient."""
+
+    loss: float
+    gradient_norm: float
+
+
+class Memory(NamedTuple):
+    """Bytes: resident set of the process on a CPU, tensors of the allocator on a GPU."""
+
+    baseline: int
+    """before the model was built: the interpreter, PyTorch with its compiler, the process group"""
+    peak: int
+    """since the process began: building, compilation and steps"""
+    peak_of_steps: int
+    """of the timed steps alone"""
+
+
+class Trainer:
+    """A rank's orders; ``serve`` calls these methods by name."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+        self.device = torch.device("cpu")
+        if job.workload.device == "cuda":
+            self.device = torch.device("cuda", rank)
+            torch.cuda.set_device(self.device)
+
+    def build(self) -> None:
+        """Joins the process group, builds the model and distributes it."""
+        job = self.job
+        # The interface is named, or gloo would ask for the address of the host's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            init_method=f"file://{job.folder}/rendezvous",
+            rank=self.rank,
+            world_size=job.ranks,
+            timeout=timedelta(seconds=job.deadline_s),
+        )
+        dist.barrier()
+        self._baseline = self._memory_now()
+        self._peak = 0
+        self.model = job.workload.build_model()
+        self.forward = SYSTEMS[job.system].distribute(self.model, job.workload, job.policy)
+        self.optimizer = job.workload.build_optimizer(self.model)
+        self.batch = job.workload.build_batch(self.rank)
+
+    def step(self) -> Step:
+        """One training step, begun by all ranks together."""
+        dist.barrier()
+        self._synchronize()
+        start = time.monotonic()
+        loss = self._train()
+        self._synchronize()
+        return Step(start, time.monotonic(), loss.item())
+
+    def start_measuring_memory(self) -> None:
+        """Forgets the peak so far, for ``memory`` to tell that of the steps to come."""
+        self._peak = self._memory_peak()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            # proc(5): 5 resets the peak resident set size, which getrusage reports too.
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def memory(self) -> Memory:
+        """Memory since ``start_measuring_memory``."""
+        of_steps = self._memory_peak()
+        return Memory(self._baseline, max(self._peak, of_steps), of_steps)
+
+    def trace(self) -> dict[str, traffic.Traffic]:
+        """The collectives of one more training step."""
+        return traffic.record(self._train, self.job.ranks)
+
+    def check(self) -> Check:
+        """Loss and gradient norm at the parameters as they are now, which it does not change."""
+        loss = self._gradients()
+        # Adam hides a wrong scale of the gradients from the losses; their norm shows it.
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)
+        self.optimizer.zero_grad()
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return Check(loss.item(), norm.item())
+
+    def leave(self) -> None:
+        """Leaves the process group."""
+        dist.destroy_process_group()
+
+    def _train(self) -> Tensor:
+        loss = self._gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def _gradients(self) -> Tensor:
+        loss = self.forward(*self.batch)
+        loss.backward()
+        return loss.detach()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _memory_now(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        resident_pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(resident_pages) * resource.getpagesize()
+
+    def _memory_peak(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def serve(pipe: Connection, job: Job, rank: int) -> None:
+    """Obeys orders from the pipe until it is closed: names of Trainer's methods, answered by (done, result).
+
+    An exception is answered by (False, traceback) and ends the process: its system has failed.
+    """
+    log = open(job.log(rank), "w", buffering=1)  # noqa: SIM115  (open as long as the process)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    # A cache of its own, empty: no system finds what another, or an earlier run, has compiled.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(job.folder, "inductor"))
+    torch.set_num_threads(job.threads)
+    trainer: Trainer | None = None
+    while True:
+        try:
+            order = pipe.recv()
+        except EOFError:
+            return
+        try:
+            trainer = trainer or Trainer(job, rank)
+            answer: tuple[bool, Any] = (True, getattr(trainer, order)())
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+            return
+        pipe.send(answer)
