@@ -43,9 +43,11 @@ def main() -> int:
     differences = disagreement(results)
     print(_setting(workload, plan))
     print(tables(results))
+    if not differences:
+        print("Fewer than two systems finished: nothing checks what they computed.")
     for what, difference in differences.items():
         verdict = "within" if difference <= tolerance else "NOT WITHIN"
-        print(f"Largest difference of the {what}: {difference:.1e} of it, {verdict} {tolerance:g}.")
+        print(f"Largest relative difference of the {what}: {difference:.1e}, {verdict} {tolerance:g}.")
     if args.json is not None:
         _write(args.json, workload, plan, results, differences, tolerance)
     failed = [result for result in results if result.error is not None]

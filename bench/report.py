@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from harness import Result
@@ -54,9 +55,9 @@ def tables(results: Sequence[Result]) -> str:
 
 
 def disagreement(results: Sequence[Result]) -> dict[str, float]:
-    """Largest difference between any two systems that finished, over the mean: of losses and of norms.
+    """Largest difference between any two systems that finished, over the largest value: of losses and of norms.
 
-    NaN where a value is NaN; empty with fewer than two systems.
+    NaN where a value is infinite or none at all; empty with fewer than two systems.
     """
     finished = [result for result in results if result.error is None]
     if len(finished) < 2:
@@ -69,8 +70,10 @@ def disagreement(results: Sequence[Result]) -> dict[str, float]:
 
 
 def _spread(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return max(abs(a - b) for a in values for b in values) / abs(mean)
+    if not all(math.isfinite(value) for value in values):
+        return math.nan
+    largest = max(abs(value) for value in values)
+    return (max(values) - min(values)) / largest if largest else 0.0
 
 
 def _ours(results: Sequence[Result], policy: Policy) -> Result | None:

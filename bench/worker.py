@@ -92,6 +92,7 @@ class Trainer:
             rank=self.rank,
             world_size=job.ranks,
             timeout=timedelta(seconds=job.deadline_s),
+            device_id=self.device if self.device.type == "cuda" else None,
         )
         dist.barrier()
         self._baseline = self._memory_now()

@@ -47,9 +47,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
 # seconds.
 _context = get_context("forkserver")
-_context.set_forkserver_preload(
-    ["vescale_compile", "torch._dynamo", "torch.distributed.tensor.debug", "pytest"]
-)
+_context.set_forkserver_preload(["vescale_compile", "torch._dynamo", "torch.distributed.tensor.debug", "pytest"])
 
 
 class RanksFailed(AssertionError):
@@ -118,9 +116,7 @@ class _World:
         self.processes: list[Any] = []
         for rank in range(world_size):
             pipe, remote = _context.Pipe()
-            process = _context.Process(
-                target=_serve, args=(remote, rank, world_size, self.directory.name), daemon=True
-            )
+            process = _context.Process(target=_serve, args=(remote, rank, world_size, self.directory.name), daemon=True)
             process.start()
             remote.close()
             self.pipes.append(pipe)
@@ -155,17 +151,13 @@ class _World:
     def _waiting(self, answers: dict[int, Any], failures: dict[int, str]) -> list[int]:
         return [rank for rank in range(len(self.pipes)) if rank not in answers and rank not in failures]
 
-    def _report(
-        self, fn: Callable[..., Any], waiting: list[int], failures: dict[int, str], deadline_s: float
-    ) -> str:
+    def _report(self, fn: Callable[..., Any], waiting: list[int], failures: dict[int, str], deadline_s: float) -> str:
         for rank in waiting:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)  # the handlers write to the logs read below
         ranks = f"{getattr(fn, '__qualname__', fn)} on {len(self.pipes)} ranks"
-        parts = [
-            f"{ranks}: failed on {sorted(failures)}, no answer from {waiting} (deadline {deadline_s:g} s)"
-        ]
+        parts = [f"{ranks}: failed on {sorted(failures)}, no answer from {waiting} (deadline {deadline_s:g} s)"]
         parts += [f"--- rank {rank} failed ---\n{failures[rank]}" for rank in sorted(failures)]
         for rank in range(len(self.pipes)):
             log = Path(self.directory.name, f"rank{rank}.log")

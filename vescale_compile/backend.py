@@ -70,7 +70,7 @@ def vescale(
     lower = {"inductor": _lower_inductor, "eager": _lower_eager}[read.lowering]
     run = lower(captured, inputs, dump)
     check_agreement(captured, read.deadline)
-    return CompiledGraph(captured, run)
+    return CompiledGraph(captured, run).call
 
 
 def _flat_examples(context: CompileContext) -> list[Any]:

@@ -13,7 +13,7 @@ from .runtime.buffer import FlatBuffer
 
 
 class CompiledGraph:
-    """Called by Dynamo in place of the captured graph, with the same arguments.
+    """Its :meth:`call` is what Dynamo calls in place of the captured graph, with the same arguments.
 
     The units that were there at capture play no part: Dynamo runs one graph for every layer, and every model,
     that looks like the one it captured. The units come from the arguments at each call.
@@ -28,7 +28,7 @@ class CompiledGraph:
         self._others = captured.others
         self._run = run
 
-    def __call__(self, *args: Any) -> Any:
+    def call(self, *args: Any) -> Any:
         flats: list[Any] = []
         for unit, used in zip(self._units, self._with_gradient, strict=True):
             buffer = _buffer_like_captured(unit, args)

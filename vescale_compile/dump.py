@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import fx
 
 from .passes.context import comm_of
+from .torch_internals import show_graph
 
 VARIABLE = "VESCALE_DUMP"
 _compilations = itertools.count()
@@ -17,7 +18,7 @@ _compilations = itertools.count()
 class GraphDump:
     """Writes the graphs of one compilation to ``directory/rank<r>/compile<n>/<i>-<stage>-<pass>.py``.
 
-    Without the variable it does nothing.
+    Without the variable it writes nothing; depyf, where it is active, gets the graphs in either case.
     """
 
     def __init__(self, rank: int) -> None:
@@ -26,6 +27,7 @@ class GraphDump:
         self._ordinals = itertools.count()
 
     def write(self, name: str, gm: fx.GraphModule, *, stage: str) -> None:
+        show_graph(f"vescale {stage} {name}", gm)
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -33,9 +33,7 @@ def write_items(name: str, tensor: RaggedDTensor) -> list[WriteItem]:
 
 def chunks(tensor: RaggedDTensor) -> list[ChunkStorageMetadata]:
     """The boxes that this rank holds, in the order of its local tensor."""
-    return [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _held_boxes(tensor)
-    ]
+    return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _held_boxes(tensor)]
 
 
 def box(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:

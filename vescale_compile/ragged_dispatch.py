@@ -255,9 +255,7 @@ _HANDLERS: dict[OpOverload, Handler] = {
         _new,
     ),
     **dict.fromkeys((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), _elementwise),
-    **dict.fromkeys(
-        (aten.alias.default, aten.detach.default, aten.expand.default, aten.view.default), _alias
-    ),
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.expand.default, aten.view.default), _alias),
     **dict.fromkeys((aten.select.int, aten.slice.Tensor), _rows),
     aten.copy_.default: _copy,
     aten.index_put_.default: _write_where,

@@ -79,8 +79,7 @@ class RaggedDTensor(DTensor):
             )
         if local_tensor.device.type not in (device_mesh.device_type, "meta"):
             raise ValueError(
-                f"{where}: the local tensor is on {local_tensor.device}, the mesh on "
-                f"{device_mesh.device_type}"
+                f"{where}: the local tensor is on {local_tensor.device}, the mesh on {device_mesh.device_type}"
             )
         spec = DTensorSpec(
             device_mesh,
@@ -226,9 +225,7 @@ def wrap(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False)
     """A RaggedDTensor that aliases `local`, with `spec`'s layout and `local`'s dtype. Nothing is checked."""
     assert spec.tensor_meta is not None
     if spec.tensor_meta.dtype != local.dtype:
-        spec = DTensorSpec(
-            spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype)
-        )
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     # DTensor's constructor copies the local's storage offset to the wrapper, which has no storage to match,
     # and deepcopy and torch.save then fail: make it of a tensor at offset 0.
     origin = local if local.storage_offset() == 0 else local.new_empty(0)
@@ -238,14 +235,10 @@ def wrap(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False)
     return tensor
 
 
-def check_layout(
-    device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
-) -> RaggedShard:
+def check_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> RaggedShard:
     """The placement, if mesh, placement and global shape fit each other; ValueError if not."""
     if device_mesh.ndim != 1:
-        raise ValueError(
-            f"RaggedShard needs a one-dimensional mesh, got {device_mesh}; index it by dimension name"
-        )
+        raise ValueError(f"RaggedShard needs a one-dimensional mesh, got {device_mesh}; index it by dimension name")
     if device_mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not part of {device_mesh}")
     if len(placements) != 1 or not isinstance(placements[0], RaggedShard):

@@ -12,9 +12,7 @@ from vescale_compile.ragged_dtensor import RaggedDTensor, wrap
 from vescale_compile.ragged_local import first_ragged, is_partial, refuse, same_layout, scalar_operand
 
 
-def run_on_lists(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor] | None:
+def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     """An elementwise operation on lists: the i-th elements of all lists belong together.
 
     At each index the tensors must be distributed alike: RaggedDTensors of one layout, DTensors of one

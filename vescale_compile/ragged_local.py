@@ -68,9 +68,7 @@ def scalar_operand(func: OpOverload, like: RaggedDTensor, value: torch.Tensor) -
             refuse(func, like, f"the other tensor is {value!r}, not placed as this one; redistribute it")
         return value._local_tensor
     if value.ndim != 0:
-        reason = (
-            f"the other tensor is a plain one of shape {tuple(value.shape)}; only 0-dim ones mix with shards"
-        )
+        reason = f"the other tensor is a plain one of shape {tuple(value.shape)}; only 0-dim ones mix with shards"
         refuse(func, like, f"{reason}, and distribute_ragged places a whole one alike")
     return value
 
@@ -84,10 +82,6 @@ def my_slice(whole: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
 def common_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
     """`like`'s mesh, which every sharded DTensor of `tensors` must share for one reduction to cover them."""
     for tensor in tensors:
-        if (
-            isinstance(tensor, DTensor)
-            and not is_replicated(tensor)
-            and tensor.device_mesh != like.device_mesh
-        ):
+        if isinstance(tensor, DTensor) and not is_replicated(tensor) and tensor.device_mesh != like.device_mesh:
             refuse(func, like, f"another tensor is sharded over {tensor.device_mesh}; call it for each mesh")
     return like.device_mesh

@@ -110,9 +110,7 @@ def _move(tensor: DTensor, target: Placement) -> DTensor:
 
 
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
-    return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=shape, stride=row_major_strides(shape)
-    )
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=row_major_strides(shape))
 
 
 def _shard_rows(mesh: DeviceMesh, shape: Sequence[int]) -> list[int]:
@@ -141,9 +139,7 @@ def _all_gather(local: torch.Tensor, intervals: Intervals, group: dist.ProcessGr
         sent = sent if sent.numel() else sent.new_empty(numel)
         return c10d.wait_tensor(c10d.broadcast(sent, sizes.index(numel), group.group_name)).view(local.dtype)
     sent = F.pad(sent, (0, largest - sent.numel()))
-    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, len(sizes), group.group_name)).view(
-        local.dtype
-    )
+    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, len(sizes), group.group_name)).view(local.dtype)
     if largest * len(sizes) == numel:
         return gathered
     return torch.cat([gathered[rank * largest :][:size] for rank, size in enumerate(sizes)])
@@ -171,9 +167,7 @@ def _reduce_scatter(
         return full
     if largest * len(sizes) != full.numel():
         full = torch.cat([F.pad(full[start:stop], (0, largest - stop + start)) for start, stop in intervals])
-    reduced = c10d.wait_tensor(
-        c10d.reduce_scatter_tensor(full.contiguous(), reduce_op, len(sizes), group.group_name)
-    )
+    reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(full.contiguous(), reduce_op, len(sizes), group.group_name))
     # Without its padding: a slice would keep it in memory.
     return reduced if sizes[rank] == largest else reduced[: sizes[rank]].clone()
 

@@ -94,9 +94,7 @@ def _norms(
     return [norm.to(dtype or tensor.dtype.to_real()) for norm, tensor in zip(norms, tensors, strict=True)]
 
 
-def _local_norms(
-    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
+def _local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     held = [_local(tensor) for tensor in tensors]
     if dtype is None and all(_is_short_float(local.dtype) for local in held):
         dtype = torch.float32
@@ -104,9 +102,7 @@ def _local_norms(
     norms = iter(torch._foreach_norm(present, order, dtype=dtype) if present else ())
     # What nothing adds to a minimum or to a sum of negative powers; to a maximum or a sum.
     empty = math.inf if order < 0 else 0.0
-    return [
-        next(norms) if local.numel() > 0 else local.new_full((), empty, dtype=torch.float64) for local in held
-    ]
+    return [next(norms) if local.numel() > 0 else local.new_full((), empty, dtype=torch.float64) for local in held]
 
 
 def _is_sharded(func: OpOverload, like: RaggedDTensor, tensor: torch.Tensor) -> bool:

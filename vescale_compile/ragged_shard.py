@@ -44,13 +44,10 @@ class RaggedShard(Placement):
         super().__init__()
         dims, local_units = tuple(dims), tuple(local_units)
         if dims != tuple(range(len(dims))):
-            raise ValueError(
-                f"RaggedShard dims must be a prefix (0, 1, ..., i-1) of the dimensions, got {dims}"
-            )
+            raise ValueError(f"RaggedShard dims must be a prefix (0, 1, ..., i-1) of the dimensions, got {dims}")
         if any(units < 0 for units in local_units) or sum(local_units) == 0:
             raise ValueError(
-                f"RaggedShard local_units must be one non-negative count for each rank, not all zero, "
-                f"got {local_units}"
+                f"RaggedShard local_units must be one non-negative count for each rank, not all zero, got {local_units}"
             )
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "local_units", local_units)
@@ -72,9 +69,7 @@ class RaggedShard(Placement):
         total = sum(self.local_units)
         numel = math.prod(shape)
         if len(self.dims) > len(shape):
-            raise ValueError(
-                f"{self} cuts {len(self.dims)} dimensions, the tensor of shape {tuple(shape)} has fewer"
-            )
+            raise ValueError(f"{self} cuts {len(self.dims)} dimensions, the tensor of shape {tuple(shape)} has fewer")
         if numel % total:
             raise ValueError(
                 f"{self} has {total} units, which do not divide the {numel} elements of shape {tuple(shape)}"

@@ -118,6 +118,11 @@ class WrappedPartitioner(CustomPartitionerFn):
         return str, (self._identity,)  # what Inductor's cache key sees of it
 
 
+def show_graph(name: str, gm: fx.GraphModule) -> None:
+    """Formats a graph through the function that depyf replaces, so that its dumps hold the graph too."""
+    torch._dynamo.utils.lazy_format_graph_code(name, gm)
+
+
 def run_boxed(gm: fx.GraphModule) -> CompiledGraph:
     """The graph as it is, called with one list that it empties: inputs are freed after their last use."""
     gm.graph.set_codegen(_BoxedCodeGen())

@@ -87,3 +87,16 @@ def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowerin
         "c10d::reduce_scatter_tensor_coalesced_": UNITS,
         "gloo:all_reduce": UNITS,
     }, ran
+
+
+@on_ranks(2)
+def test_depyf_dumps_the_graphs_of_the_passes_too(tmp_path):
+    import depyf
+
+    torch._dynamo.reset()
+    folder = tmp_path / f"rank{dist.get_rank()}"
+    _, call = models.sharded(models.Uneven)
+    with depyf.prepare_debug(str(folder)):
+        call(*models.batches(1, 11)[0]).backward()
+    names = {path.name.split(".")[1] for path in folder.iterdir() if "vescale" in path.name}
+    assert {"vescale_captured_after_bind", "vescale_joint_after_reshard", "vescale_backward_after_verify"} <= names

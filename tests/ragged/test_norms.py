@@ -22,9 +22,7 @@ SHAPES = [(7, 3), (1, 5), (4,), ()]
 def place(full: torch.Tensor) -> torch.Tensor:
     """Empty shards on some ranks, for every shape."""
     ones = torch.distributed.get_world_size() - 1
-    return shard(
-        full, uneven(7) if full.ndim == 2 and len(full) == 7 else RaggedShard((), (0,) * ones + (1,))
-    )
+    return shard(full, uneven(7) if full.ndim == 2 and len(full) == 7 else RaggedShard((), (0,) * ones + (1,)))
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

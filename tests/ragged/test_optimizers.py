@@ -36,9 +36,7 @@ LOOP_AND_FOREACH = {
     "sgd tensor lr": lambda p, **form: optim.SGD(p, lr=torch.tensor(1e-2), momentum=0.9, **form),
 }
 FUSED = {
-    name: make
-    for name, make in LOOP_AND_FOREACH.items()
-    if name.split()[0] in ("adagrad", "adam", "adamw", "sgd")
+    name: make for name, make in LOOP_AND_FOREACH.items() if name.split()[0] in ("adagrad", "adam", "adamw", "sgd")
 }
 
 

@@ -1,0 +1,231 @@
+"""`python bench/compare.py`, run as a user runs it, and the arithmetic of its figures."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.append(str(BENCH))
+
+from harness import Result  # noqa: E402
+from report import disagreement, tables  # noqa: E402
+from systems import Policy  # noqa: E402
+from traffic import count  # noqa: E402
+from worker import Memory  # noqa: E402
+
+DEADLINE_S = 600
+TINY = ("--model", "tiny", "--batch", "2", "--seq", "16", "--steps", "2", "--warmup", "1")
+PARAMETERS = 47264  # of the tiny model
+
+# Systems that only a test would want. Ranks import the main script too, and so know them.
+FAULTY = f"""
+import os, sys, time
+sys.path.insert(0, {str(BENCH)!r})
+import compare
+import torch.distributed as dist
+from systems import SYSTEMS, Policy, System
+
+def raises(model, workload, policy):
+    raise ValueError("a fault of its own")
+
+def dies(model, workload, policy):
+    if dist.get_rank() == 1:
+        os._exit(7)
+    return model
+
+def hangs(model, workload, policy):
+    if dist.get_rank() == 1:
+        time.sleep(3600)
+    return model
+
+def forgets_to_reduce(model, workload, policy):
+    return model
+
+for fault in (raises, dies, hangs, forgets_to_reduce):
+    SYSTEMS[fault.__name__] = System(fault.__name__, fault, (Policy.REPLICATED,))
+
+if __name__ == "__main__":
+    sys.exit(compare.main())
+"""
+
+
+def compared(script: Path, folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """A finished run, and what it wrote as JSON."""
+    written = folder / "measured.json"
+    done = subprocess.run(
+        [sys.executable, str(script), *TINY, *options, "--json", str(written)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    return done, json.loads(written.read_text()) if written.exists() else done.stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Any]:
+    systems = ("--systems", "ddp,fsdp2,vescale-eager-lowering")
+    return compared(BENCH / "compare.py", tmp_path_factory.mktemp("run"), *systems)
+
+
+def result(measured: Any, system: str, policy: Policy) -> Any:
+    (found,) = [r for r in measured["results"] if (r["system"], r["policy"]) == (system, policy)]
+    return found
+
+
+@pytest.mark.slow
+def test_every_system_runs_under_its_policies_and_computes_the_same(run: Any) -> None:
+    done, measured = run
+    assert done.returncode == 0, done.stderr
+    assert [(r["system"], r["policy"], r["error"]) for r in measured["results"]] == [
+        ("ddp", "unsharded", None),
+        ("fsdp2", "reshard", None),
+        ("fsdp2", "keep", None),
+        ("vescale-eager-lowering", "reshard", None),
+        ("vescale-eager-lowering", "keep", None),
+    ]
+    first, *others = [r["losses"] for r in measured["results"]]
+    assert len(first) == 3 and first[0] > first[1] > first[2]
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-5)
+    assert max(measured["relative_differences"].values()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("system", "policy", "calls"),
+    [
+        ("ddp", Policy.REPLICATED, {"all_reduce": 1}),
+        ("fsdp2", Policy.KEEP, {"all_gather": 3, "reduce_scatter": 3}),
+        ("fsdp2", Policy.RESHARD, {"all_gather": 5, "reduce_scatter": 3}),  # the root is not resharded
+        ("vescale-eager-lowering", Policy.KEEP, {"all_gather": 3, "reduce_scatter": 3}),
+    ],
+)
+def test_collectives_of_a_step_are_counted(run: Any, system: str, policy: Policy, calls: dict[str, int]) -> None:
+    collectives = result(run[1], system, policy)["collectives"]
+    assert {kind: traffic["calls"] for kind, traffic in collectives.items()} == calls
+
+
+@pytest.mark.slow
+def test_bytes_of_a_step_are_those_of_the_parameters(run: Any) -> None:
+    _, measured = run
+    reduced = result(measured, "ddp", Policy.REPLICATED)["collectives"]["all_reduce"]
+    assert reduced["payload_bytes"] == reduced["sent_bytes"] == 4 * PARAMETERS
+    for kind in ("all_gather", "reduce_scatter"):
+        sharded = result(measured, "vescale-eager-lowering", Policy.KEEP)["collectives"][kind]
+        assert sharded["payload_bytes"] == pytest.approx(4 * PARAMETERS, rel=0.01)  # and padding
+        assert sharded["sent_bytes"] == sharded["payload_bytes"] / 2
+
+
+@pytest.mark.slow
+def test_times_and_memory_are_measured_on_every_rank(run: Any) -> None:
+    for one in run[1]["results"]:
+        assert len(one["warmup_s"]) == 1 and len(one["steps_s"]) == 2
+        assert min(one["steps_s"]) > 0
+        assert len(one["memory"]) == 2
+        for memory in one["memory"]:
+            assert memory["peak"] >= memory["peak_of_steps"] > memory["baseline"] > 2**26
+
+
+@pytest.mark.slow
+def test_a_system_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY)
+    done, measured = compared(script, tmp_path, "--systems", "raises,dies,hangs,ddp", "--deadline", "30")
+    assert done.returncode == 1
+    errors = {r["system"]: r["error"] for r in measured["results"]}
+    assert "[rank 0] build" in errors["raises"] and "ValueError: a fault of its own" in errors["raises"]
+    assert "[rank 1] build: the process died (exit code 7)" in errors["dies"]
+    assert "[rank 1] build: no answer" in errors["hangs"] and "in hangs" in errors["hangs"]
+    assert errors["ddp"] is None and len(result(measured, "ddp", Policy.REPLICATED)["steps_s"]) == 2
+    assert "raises FAILED" in done.stderr
+    assert "| raises | failed |" in done.stdout
+
+
+@pytest.mark.slow
+def test_systems_that_do_not_compute_the_same_are_no_success(tmp_path: Path) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY)
+    done, measured = compared(script, tmp_path, "--systems", "forgets_to_reduce,ddp")
+    assert done.returncode == 1
+    assert "NOT WITHIN" in done.stdout
+    assert all(r["error"] is None for r in measured["results"])
+
+
+def tensor(elements: int, itemsize: int = 4) -> list[Any]:
+    return [1, 2, 0, elements, itemsize, "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind", "payload", "sent"),
+    [
+        ("c10d::_allgather_base_", [tensor(400), tensor(100), "<Object>", False], "all_gather", 1600, 1200),
+        ("c10d::allgather_", [[[tensor(100)] * 4], [tensor(100)], "<Object>"], "all_gather", 1600, 1200),
+        (
+            "c10d::reduce_scatter_tensor_coalesced_",
+            [[tensor(100, 2)], [tensor(400, 2)], "<Object>"],
+            "reduce_scatter",
+            800,
+            600,
+        ),
+        ("c10d::allreduce_", [[tensor(300), tensor(100)], "<Object>", -1], "all_reduce", 1600, 2400),
+    ],
+)
+def test_bytes_are_read_from_a_collectives_tensors(
+    name: str, arguments: list[Any], kind: str, payload: int, sent: float
+) -> None:
+    node = {"name": name, "inputs": {"values": arguments}}
+    other = {"name": "aten::add", "inputs": {"values": [tensor(1000)]}}
+    found = count([node, other, node], world_size=4)
+    assert list(found) == [kind]
+    assert (found[kind].calls, found[kind].payload_bytes, found[kind].sent_bytes) == (
+        2,
+        2 * payload,
+        2 * sent,
+    )
+
+
+def finished(system: str, loss: float) -> Result:
+    made = Result(system, Policy.KEEP)
+    made.final_loss, made.gradient_norm = loss, 1.0
+    return made
+
+
+def test_the_disagreement_is_the_largest_of_any_two_systems() -> None:
+    results = [finished("a", 1.96), finished("b", 2.0), finished("c", 1.98)]
+    assert disagreement(results) == {
+        "losses after the timed steps": pytest.approx(0.02),
+        "gradient norms there": 0.0,
+    }
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_loss_that_is_not_a_number_disagrees_with_every_other(place: int) -> None:
+    losses = [1.0, 1.0]
+    losses[place] = math.nan
+    differences = disagreement([finished("a", losses[0]), finished("b", losses[1])])
+    assert math.isnan(differences["losses after the timed steps"])
+
+
+def test_ratios_are_to_ours_under_the_same_policy() -> None:
+    results = []
+    for system, policy, seconds in (
+        ("fsdp2", Policy.RESHARD, 3.0),
+        ("vescale", Policy.RESHARD, 2.0),
+        ("fsdp2", Policy.KEEP, 1.0),
+        ("vescale", Policy.KEEP, 4.0),
+        ("ddp", Policy.REPLICATED, 2.0),
+    ):
+        one = Result(system, policy, warmup_s=[seconds], steps_s=[seconds], final_loss=1.0, gradient_norm=1.0)
+        one.memory = [Memory(0, 0, 0)]
+        results.append(one)
+    rows = [row.split(" | ") for row in tables(results).splitlines() if row.startswith("| ")]
+    ratios = [(row[0].removeprefix("| "), row[3]) for row in rows if row[0] in ("| fsdp2", "| ddp")]
+    assert ratios == [("ddp", "0.50"), ("fsdp2", "1.50"), ("fsdp2", "0.25")]
