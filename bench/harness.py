@@ -55,6 +55,8 @@ class Result:
     policy: Policy
     warmup_s: list[float] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
+    steps_cpu_s: list[float] = field(default_factory=list)
+    """CPU time of the same steps, the mean over the ranks"""
     losses: list[float] = field(default_factory=list)
     """of every step, warm-up included; the mean over the ranks"""
     final_loss: float | None = None
@@ -109,7 +111,7 @@ def measure(
             for run in runs[first:] + runs[:first]:
                 if run.ranks is not None:
                     with run.failing_alone(say):
-                        run.result.steps_s.append(run.step())
+                        run.timed_step()
         for run in runs:
             if run.ranks is not None:
                 with run.failing_alone(say):
@@ -146,14 +148,18 @@ class _Run:
 
     def warm_up(self, steps: int) -> None:
         for _ in range(steps):
-            self.result.warmup_s.append(self.step())
+            self.result.warmup_s.append(_duration(self.step()))
         self._ask("start_measuring_memory")
 
-    def step(self) -> float:
-        """Takes one step; its duration, from the first rank's start to the last one's end."""
+    def timed_step(self) -> None:
+        steps = self.step()
+        self.result.steps_s.append(_duration(steps))
+        self.result.steps_cpu_s.append(statistics.fmean(step.cpu for step in steps))
+
+    def step(self) -> list[Step]:
         steps: list[Step] = self._ask("step")
         self.result.losses.append(statistics.fmean(step.loss for step in steps))
-        return max(step.stop for step in steps) - min(step.start for step in steps)
+        return steps
 
     def finish(self) -> None:
         """All that is measured apart from the timed steps."""
@@ -172,3 +178,8 @@ class _Run:
     def _ask(self, order: str) -> list[Any]:
         assert self.ranks is not None
         return self.ranks.ask(order)
+
+
+def _duration(steps: Sequence[Step]) -> float:
+    """From the first rank's start to the last one's end."""
+    return max(step.stop for step in steps) - min(step.start for step in steps)

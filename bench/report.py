@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from harness import Result
@@ -14,8 +15,8 @@ HEADINGS = (
     "step ms",
     "min to max",
     "÷ {ours}",
+    "CPU ms",
     "peak MB",
-    "steps MB",
     "total MB",
     "collectives",
     "sent MB",
@@ -24,11 +25,11 @@ HEADINGS = (
     "gradient norm",
 )
 LEGEND = """\
-Step: median over the timed steps, each from the first rank's start to the last one's end; ÷: that, over ours.
-Peak and steps: memory of the fullest rank above its baseline before the model was built, in the whole run and
-in the timed steps; total: the peak with the baseline. Collectives of a step: AG all-gathers, RS reduce-scatters,
-AR all-reduces; sent: what each rank must send for them at least. Compile: what the warm-up took longer than as
-many steps. Loss and gradient norm are those after the same number of steps on the same data."""
+Step: median over the timed steps, each from the first rank's start to the last one's end; ÷: that, over ours;
+CPU: median CPU time of a rank. Peak: memory of the fullest rank above its baseline before the model was built;
+total: with the baseline. Collectives of a step: AG all-gathers, RS reduce-scatters, AR all-reduces; sent: what
+each rank must send for them at least. Compile: what the warm-up took longer than as many steps. Loss and
+gradient norm are those after the same number of steps on the same data."""
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
 SECTIONS = {
     Policy.REPLICATED: ("Unsharded (every rank holds all parameters)", Policy.KEEP),
@@ -89,8 +90,8 @@ def _cells(result: Result, ours: Result | None) -> list[str]:
         f"{1e3 * result.median_s:.0f}",
         f"{1e3 * min(result.steps_s):.0f} to {1e3 * max(result.steps_s):.0f}",
         f"{result.median_s / ours.median_s:.2f}" if ours is not None else "-",
+        f"{1e3 * statistics.median(result.steps_cpu_s):.0f}",
         f"{max(memory.peak - memory.baseline for memory in result.memory) / MB:.0f}",
-        f"{max(memory.peak_of_steps - memory.baseline for memory in result.memory) / MB:.0f}",
         f"{max(memory.peak for memory in result.memory) / MB:.0f}",
         calls or "none",
         f"{sum(traffic.sent_bytes for traffic in result.collectives.values()) / MB:.1f}",

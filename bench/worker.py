@@ -46,10 +46,13 @@ class Job:
 
 
 class Step(NamedTuple):
-    """One training step on one rank. Times are of the machine's monotonic clock, in seconds."""
+    """One training step on one rank; times in seconds."""
 
     start: float
     stop: float
+    """both on the machine's monotonic clock, which all its processes share"""
+    cpu: float
+    """CPU time of all the process's threads, which other load on the machine hardly changes"""
     loss: float
 
 
@@ -106,10 +109,10 @@ class Trainer:
         """One training step, begun by all ranks together."""
         dist.barrier()
         self._synchronize()
-        start = time.monotonic()
+        start, cpu_start = time.monotonic(), time.process_time()
         loss = self._train()
         self._synchronize()
-        return Step(start, time.monotonic(), loss.item())
+        return Step(start, time.monotonic(), time.process_time() - cpu_start, loss.item())
 
     def start_measuring_memory(self) -> None:
         """Forgets the peak so far, for ``memory`` to tell that of the steps to come."""
