@@ -25,12 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan`."""
     model = parser.add_argument_group("model").add_mutually_exclusive_group(required=True)
     model.add_argument("--model", choices=PUBLISHED, help="a published model's shapes")
-    model.add_argument(
-        "--module", metavar="PACKAGE.MODULE:FACTORY", help="call FACTORY on the meta device for a model"
-    )
-    model.add_argument(
-        "--hf-config", type=Path, metavar="FILE", help="build transformers' model for a config.json"
-    )
+    model.add_argument("--module", metavar="PACKAGE.MODULE:FACTORY", help="call FACTORY on the meta device for a model")
+    model.add_argument("--hf-config", type=Path, metavar="FILE", help="build transformers' model for a config.json")
 
     blocks = parser.add_argument_group("what may not be cut (single elements may be cut anywhere)")
     kind = blocks.add_mutually_exclusive_group()
@@ -48,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout = parser.add_argument_group("layout")
     layout.add_argument("--world", type=_positive, nargs="+", metavar="N", help="numbers of ranks")
     layout.add_argument("--itemsize", type=_positive, metavar="BYTES", help="of an element, with --model (2)")
-    layout.add_argument(
-        "--alignment", type=_positive, default=16, metavar="BYTES", help="of a shard (%(default)s)"
-    )
+    layout.add_argument("--alignment", type=_positive, default=16, metavar="BYTES", help="of a shard (%(default)s)")
     layout.add_argument("--keep-order", action="store_true", help="leave tensors in the model's order")
 
     output = parser.add_argument_group("output")
@@ -86,9 +80,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.plot is not None and (args.json or args.draw or _granularity(args) is not None):
         raise ValueError("--plot draws its own granularities; leave out --json, --draw and block options")
     if args.only is not None and args.plot is None and _granularity(args) is None:
-        raise ValueError(
-            "--only says which parameters have blocks; give --rows, --elements, --tile or --whole"
-        )
+        raise ValueError("--only says which parameters have blocks; give --rows, --elements, --tile or --whole")
 
 
 def _granularity(args: argparse.Namespace) -> Granularity | None:

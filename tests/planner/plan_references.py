@@ -15,9 +15,7 @@ def is_valid(start: int, item: Item, shard: int) -> bool:
     return all((boundary - start) % item.block == 0 for boundary in boundaries)
 
 
-def all_layouts(
-    items: Sequence[Item], shard: int, limit: int, position: int = 0
-) -> Iterator[tuple[int, ...]]:
+def all_layouts(items: Sequence[Item], shard: int, limit: int, position: int = 0) -> Iterator[tuple[int, ...]]:
     """Every valid layout of the items in the order given, as starts."""
     if not items:
         yield ()
@@ -37,9 +35,7 @@ def fits(items: Sequence[Item], shard: int, limit: int) -> bool:
     return position <= limit
 
 
-def smallest_shard(
-    items: Sequence[Item], world_size: int, alignment: int, *, keep_order: bool = False
-) -> int:
+def smallest_shard(items: Sequence[Item], world_size: int, alignment: int, *, keep_order: bool = False) -> int:
     """The optimum: tries every shard size and every order."""
     orders = [tuple(items)] if keep_order else sorted(set(permutations(items)))
     shard = alignment

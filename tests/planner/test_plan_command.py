@@ -89,9 +89,7 @@ def test_a_module_is_planned_in_the_units_that_fully_shard_makes(capsys: pytest.
     ]
 
 
-def test_a_hugging_face_config_is_built_without_weights(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_hugging_face_config_is_built_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 80}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = tmp_path / "config.json"
@@ -152,18 +150,14 @@ def test_values_that_cannot_be_read_are_refused(
     assert complaint in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_model_config_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_model_config_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"hidden_size": 64}')
     assert plan("--hf-config", str(config), "--world", "2") == 2
     assert "no model_type in it" in capsys.readouterr().err
 
 
-def test_plot_writes_a_file_or_says_what_is_missing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_plot_writes_a_file_or_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "padding.png"
     status = plan("--model", "llama-3-70b", "--world", "8", "64", "--plot", str(file))
     if importlib.util.find_spec("matplotlib") is None:

@@ -53,9 +53,7 @@ def test_the_bound_never_exceeds_the_optimum(instance: list[Item], world_size: i
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(items(12), min_size=2, max_size=5), st.integers(1, 4), worlds)
-def test_the_bound_for_any_split_holds_for_every_split_in_two(
-    instance: list[Item], cut: int, world_size: int
-) -> None:
+def test_the_bound_for_any_split_holds_for_every_split_in_two(instance: list[Item], cut: int, world_size: int) -> None:
     parts = [part for part in (instance[:cut], instance[cut:]) if part]
     together = sum(smallest_shard(part, world_size, 2) for part in parts)
     assert split_lower_bound(Counter(instance), world_size, 2) <= together

@@ -25,10 +25,7 @@ shapes = st.lists(st.integers(1, 6), max_size=3).map(tuple)
 @st.composite
 def units(draw: st.DrawFn) -> list[TensorSpec]:
     count = draw(st.integers(1, 6))
-    return [
-        TensorSpec(f"t{i}", draw(shapes), draw(st.sampled_from([2, 4])), draw(granularities))
-        for i in range(count)
-    ]
+    return [TensorSpec(f"t{i}", draw(shapes), draw(st.sampled_from([2, 4])), draw(granularities)) for i in range(count)]
 
 
 @settings(max_examples=300, deadline=None)
