@@ -90,7 +90,7 @@ class FlatBuffer:
     Attributes:
         name: the unit's qualified name, with the buffer's ordinal if the unit has several.
         shard: [S], this rank's elements.
-        slots: the parameters, in the order of the module.
+        slots: the parameters, in the order in which they lie in the buffer.
         group: the process group that the buffer is sharded over.
         layout, param_dtype, reduce_dtype: derived; plain attributes, because Dynamo guards on them.
         params: the sharded parameters themselves, one for each slot, once they exist.

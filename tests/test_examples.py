@@ -73,9 +73,7 @@ def test_initialization_after_the_meta_device_equals_initialization_in_place() -
 def test_initialization_scales_residual_projections_by_depth() -> None:
     config = LlamaConfig(layers=8, dim=128, heads=4, kv_heads=4)
     layer = Llama(config).layers[0]
-    ratio = (
-        layer.get_parameter("attention.q.weight").std() / layer.get_parameter("attention.out.weight").std()
-    )
+    ratio = layer.get_parameter("attention.q.weight").std() / layer.get_parameter("attention.out.weight").std()
     assert ratio.item() == pytest.approx((2 * config.layers) ** 0.5, rel=0.05)
 
 
@@ -166,9 +164,7 @@ def test_a_batch_is_windows_of_the_text_and_the_bytes_after_each() -> None:
 
 def test_no_two_ranks_learn_the_same_byte_in_an_epoch() -> None:
     batches_of_an_epoch = 24 // (3 * 2)  # 24 whole windows, 3 ranks, 2 windows each
-    starts = [
-        start for rank in range(3) for pair in dealt_positions(rank, batches_of_an_epoch) for start in pair
-    ]
+    starts = [start for rank in range(3) for pair in dealt_positions(rank, batches_of_an_epoch) for start in pair]
     learned = [start + offset for start in starts for offset in range(1, 11)]
     assert len(set(learned)) == len(learned) == 240
 

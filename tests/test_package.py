@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOT_SOURCE = shutil.ignore_patterns(
-    ".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
-)
+NOT_SOURCE = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
 
 
 def sources() -> set[str]:
@@ -91,9 +89,6 @@ def test_the_source_distribution_holds_no_links(sdist: Path) -> None:
 
 
 def test_the_backend_is_found_by_name_without_importing_the_package() -> None:
-    listed = (
-        "import sys, torch\n"
-        "print('vescale' in torch.compiler.list_backends(), 'vescale_compile' in sys.modules)"
-    )
+    listed = "import sys, torch\nprint('vescale' in torch.compiler.list_backends(), 'vescale_compile' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", listed], check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "False"]

@@ -1,12 +1,16 @@
 """Fully sharded data parallel training as torch.compile graph passes over RaggedShard buffers."""
 
-from torch.distributed.fsdp import MixedPrecisionPolicy
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from .fully_shard import fully_shard
-from .no_sync import no_sync
-from .planner import Elements, Rows, TensorSpec, Whole, plan_unit
-from .ragged_dtensor import RaggedDTensor
-from .ragged_shard import RaggedShard
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from .accumulation import no_sync
+    from .planner import Elements, Rows, TensorSpec, Whole, plan_unit
+    from .ragged.dtensor import RaggedDTensor
+    from .ragged.placement import RaggedShard
+    from .sharding import fully_shard
 
 __all__ = [
     "Elements",
@@ -20,3 +24,18 @@ __all__ = [
     "no_sync",
     "plan_unit",
 ]
+
+# Loaded at first use: planning needs no torch, and loading it takes seconds.
+_HOMES = {
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "RaggedDTensor": "vescale_compile.ragged.dtensor",
+    "RaggedShard": "vescale_compile.ragged.placement",
+    "fully_shard": "vescale_compile.sharding",
+    "no_sync": "vescale_compile.accumulation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "vescale_compile.planner")), name)

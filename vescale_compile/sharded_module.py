@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .ragged_dtensor import RaggedDTensor
+from .ragged.dtensor import RaggedDTensor
 from .runtime import eager
 from .runtime.agreement import agree_on_buffers
 from .runtime.buffer import FlatBuffer

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .ragged_dtensor import RaggedDTensor
+from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import Binding
 
 

@@ -34,26 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--text", type=Path, metavar="DIR", help="folder of text (Python's standard library)")
     data.add_argument("--model", choices=SIZES, default="small", help="named size (%(default)s)")
     for name in SIZE_OPTIONS:
-        data.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="N", help="in place of the size's own"
-        )
+        data.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in place of the size's own")
     data.add_argument("--tie-embeddings", action="store_true", help="one matrix for embedding and output")
 
     how = parser.add_argument_group("how it runs")
-    how.add_argument(
-        "--ranks", type=_positive, metavar="N", help="processes to start (2; on GPUs one for each)"
-    )
-    how.add_argument(
-        "--device", choices=["auto", "cuda", "cpu"], default="auto", help="(auto: cuda if present)"
-    )
-    how.add_argument(
-        "--threads", type=_positive, metavar="N", help="CPU threads a rank (cores / local ranks)"
-    )
+    how.add_argument("--ranks", type=_positive, metavar="N", help="processes to start (2; on GPUs one for each)")
+    how.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="(auto: cuda if present)")
+    how.add_argument("--threads", type=_positive, metavar="N", help="CPU threads a rank (cores / local ranks)")
     how.add_argument("--backend", choices=["vescale", "inductor", "aot_eager", "eager"], default="vescale")
     how.add_argument("--lowering", choices=["inductor", "eager"], help="of the vescale backend (inductor)")
-    how.add_argument(
-        "--ddp", action="store_true", help="replicate with DistributedDataParallel, for comparison"
-    )
+    how.add_argument("--ddp", action="store_true", help="replicate with DistributedDataParallel, for comparison")
     how.add_argument("--param-dtype", choices=PARAM_DTYPES, help="of sharded parameters in use (fp32)")
     how.add_argument(
         "--reshard",
@@ -65,12 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=_positive, default=300, metavar="N", help="(%(default)s)")
     training.add_argument("--seconds", type=_positive_float, metavar="S", help="stop after this time")
-    training.add_argument(
-        "--batch", type=_positive, default=8, metavar="N", help="windows a rank (%(default)s)"
-    )
-    training.add_argument(
-        "--seq", type=_positive, default=128, metavar="N", help="bytes a window (%(default)s)"
-    )
+    training.add_argument("--batch", type=_positive, default=8, metavar="N", help="windows a rank (%(default)s)")
+    training.add_argument("--seq", type=_positive, default=128, metavar="N", help="bytes a window (%(default)s)")
     training.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="batches a step (1)")
     training.add_argument("--optim", choices=DEFAULT_LR, default="adamw", help="(%(default)s)")
     training.add_argument("--lr", type=_positive_float, metavar="X", help=f"peak learning rate {DEFAULT_LR}")
@@ -80,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--log-every", type=_positive, default=10, metavar="N", help="steps (%(default)s)")
     output.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write; 0: none (300)")
     output.add_argument("--prompt", metavar="TEXT", help="what the sample continues (some unseen text)")
-    output.add_argument(
-        "--temperature", type=float, metavar="T", help="of the sample; 0: likeliest byte (0.7)"
-    )
+    output.add_argument("--temperature", type=float, metavar="T", help="of the sample; 0: likeliest byte (0.7)")
     output.add_argument("--json", type=Path, metavar="FILE", help="write settings and measurements")
 
 
@@ -101,9 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dump is not None:
         os.environ["VESCALE_DUMP"] = str(args.dump)
     if under_torchrun:
-        _train_as_rank(
-            int(os.environ["LOCAL_RANK"]), settings, device_type, int(os.environ["LOCAL_WORLD_SIZE"])
-        )
+        _train_as_rank(int(os.environ["LOCAL_RANK"]), settings, device_type, int(os.environ["LOCAL_WORLD_SIZE"]))
         return 0
     return _start_ranks(settings, device_type, ranks)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .ragged_dtensor import RaggedDTensor
+from .ragged.dtensor import RaggedDTensor
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from cases import random_layouts, shard, world_mesh
 from ranks import on_ranks, run_on_ranks
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from vescale_compile.ragged_checkpoint import run_to_boxes
-from vescale_compile.ragged_shard import RaggedShard
+from vescale_compile.ragged.checkpoint import run_to_boxes
+from vescale_compile.ragged.placement import RaggedShard
 
 SHAPE = (6, 5, 2)
 FULL = torch.arange(60.0).reshape(SHAPE)

@@ -8,8 +8,8 @@ from cases import random_placement, shard, uneven
 from ranks import on_ranks
 from torch import nn
 
-from vescale_compile.ragged_dtensor import RaggedDTensor
-from vescale_compile.ragged_shard import RaggedShard, RaggedShardError
+from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 
 EXACT = {
     "constant": lambda t: nn.init.constant_(t, 0.3),

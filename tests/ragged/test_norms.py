@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from vescale_compile.ragged_shard import RaggedShard, RaggedShardError
+from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 
 ORDERS = [2, 1, 3, 0.5, 0, -1, -2, math.inf, -math.inf]
 SHAPES = [(7, 3), (1, 5), (4,), ()]

@@ -12,7 +12,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale_compile.ragged_shard import RaggedShard, RaggedShardError
+from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 
 SHAPES = [(5, 3), (7,), (1, 2, 4), ()]
 STEPS = 3

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_compile.ragged_shard import RaggedShard
+from vescale_compile.ragged.placement import RaggedShard
 
 
 def test_intervals_follow_the_units_in_rank_order() -> None:

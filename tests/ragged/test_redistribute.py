@@ -8,9 +8,9 @@ from ranks import on_ranks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale_compile.ragged_dtensor import RaggedDTensor
-from vescale_compile.ragged_redistribute import to_ragged
-from vescale_compile.ragged_shard import RaggedShard
+from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.ragged.redistribute import to_ragged
 
 c10d = torch.ops.c10d_functional
 

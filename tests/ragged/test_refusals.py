@@ -9,8 +9,8 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale_compile.ragged_dtensor import RaggedDTensor
-from vescale_compile.ragged_shard import RaggedShard, RaggedShardError
+from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 
 LAYOUT = RaggedShard((0,), (1, 3))
 

@@ -12,9 +12,9 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale_compile.ragged_dtensor import RaggedDTensor
-from vescale_compile.ragged_redistribute import to_ragged
-from vescale_compile.ragged_shard import RaggedShard, RaggedShardError
+from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
+from vescale_compile.ragged.redistribute import to_ragged
 
 LAYOUT = RaggedShard((0,), (1, 3))
 OTHER = RaggedShard((0,), (2, 2))

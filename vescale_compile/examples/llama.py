@@ -100,8 +100,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (
-            project(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
+            project(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for project in (self.q, self.k, self.v)
         )
         attended = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True

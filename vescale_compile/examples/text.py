@@ -65,9 +65,7 @@ Batch = tuple[Tensor, Tensor]
 """Tokens, and as labels the byte after each: contiguous int64 tensors of shape [batch, length]."""
 
 
-def batches(
-    data: Tensor, *, batch: int, length: int, rank: int, world_size: int, seed: int
-) -> Iterator[Batch]:
+def batches(data: Tensor, *, batch: int, length: int, rank: int, world_size: int, seed: int) -> Iterator[Batch]:
     """Endless random batches of one rank.
 
     An epoch cuts `data`, from a random start, into windows whose labels do not overlap, shuffles them and

@@ -162,15 +162,11 @@ def prepare(settings: TrainSettings, device: torch.device) -> Training:
     torch.manual_seed(settings.seed)
     model.reset_parameters()
     if sharded:
-        compiled = torch.compile(
-            model, backend="vescale", options={"lowering": settings.lowering}, dynamic=False
-        )
+        compiled = torch.compile(model, backend="vescale", options={"lowering": settings.lowering}, dynamic=False)
         return Training(model, compiled, lambda: vc.no_sync(model))
     if settings.ddp:
         replica = DistributedDataParallel(model)
-        return Training(
-            replica, torch.compile(replica, backend=settings.backend, dynamic=False), replica.no_sync
-        )
+        return Training(replica, torch.compile(replica, backend=settings.backend, dynamic=False), replica.no_sync)
     return Training(model, torch.compile(model, backend=settings.backend, dynamic=False), nullcontext)
 
 
@@ -204,9 +200,7 @@ def optimize(
         if progress:
             progress.show(step, _state(report, device))
         if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} at step {step}; try a lower --lr than {settings.lr}"
-            )
+            raise FloatingPointError(f"the loss is {loss} at step {step}; try a lower --lr than {settings.lr}")
         loss_sum, summed = torch.zeros((), device=device), 0
         if shared[1]:
             break

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 
 from vescale_compile.planner.bound import Items, shard_lower_bound, split_lower_bound
@@ -112,14 +112,8 @@ class BufferPlan:
         """
         tensor = self._find(name)
         unit = math.gcd(tensor.block_numel, tensor.numel)
-        start, end, shard = self.offsets[name], self.offsets[name] + tensor.numel, self.shard_numel
-        first, last = start // shard, (end - 1) // shard
-        if first == last:
-            shares = [tensor.numel]
-        else:
-            shares = [(first + 1) * shard - start, *[shard] * (last - first - 1), end - last * shard]
-        local_units = [0] * first + [share // unit for share in shares] + [0] * (self.world_size - last - 1)
-        return tensor.ragged_dims, tuple(local_units)
+        shares = _shares(self.offsets[name], tensor.numel, self.shard_numel, self.world_size, unit)
+        return tensor.ragged_dims, shares
 
     def __str__(self) -> str:
         return draw_buffer(self)
@@ -186,3 +180,14 @@ class UnitPlan:
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.buffers))
+
+
+@lru_cache(maxsize=4096)
+def _shares(start: int, numel: int, shard: int, world_size: int, unit: int) -> tuple[int, ...]:
+    """Units of a tensor on each rank. Cached: alike layers share one tuple of as many counts as there are ranks."""
+    first, last = start // shard, (start + numel - 1) // shard
+    if first == last:
+        shares = [numel]
+    else:
+        shares = [(first + 1) * shard - start, *[shard] * (last - first - 1), start + numel - last * shard]
+    return (*[0] * first, *(share // unit for share in shares), *[0] * (world_size - last - 1))

@@ -10,8 +10,8 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_compile.ragged_dtensor import RaggedDTensor
-from vescale_compile.ragged_shard import RaggedShardError
+from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.placement import RaggedShardError
 
 
 def refuse(func: OpOverload, tensor: RaggedDTensor, reason: str) -> NoReturn:

@@ -8,8 +8,8 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
-from vescale_compile.ragged_dtensor import RaggedDTensor, wrap
-from vescale_compile.ragged_local import first_ragged, is_partial, refuse, same_layout, scalar_operand
+from vescale_compile.ragged.dtensor import RaggedDTensor, wrap
+from vescale_compile.ragged.local import first_ragged, is_partial, refuse, same_layout, scalar_operand
 
 
 def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:

@@ -11,8 +11,8 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_compile.ragged_dtensor import RaggedDTensor
-from vescale_compile.ragged_local import (
+from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.local import (
     common_mesh,
     first_ragged,
     is_partial,

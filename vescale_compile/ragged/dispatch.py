@@ -17,10 +17,10 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from vescale_compile import ragged_reductions
-from vescale_compile.ragged_dtensor import RaggedDTensor, wrap
-from vescale_compile.ragged_lists import run_on_lists
-from vescale_compile.ragged_local import (
+from vescale_compile.ragged import reductions
+from vescale_compile.ragged.dtensor import RaggedDTensor, wrap
+from vescale_compile.ragged.lists import run_on_lists
+from vescale_compile.ragged.local import (
     first_ragged,
     my_slice,
     refuse,
@@ -28,7 +28,7 @@ from vescale_compile.ragged_local import (
     scalar_operand,
     with_defaults,
 )
-from vescale_compile.ragged_shard import RaggedShard
+from vescale_compile.ragged.placement import RaggedShard
 
 aten = torch.ops.aten
 
@@ -189,7 +189,7 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
         refuse(
             func,
             target,
-            f"the source is placed by {source.placements}; vescale_compile.ragged_redistribute."
+            f"the source is placed by {source.placements}; vescale_compile.ragged.redistribute."
             f"to_ragged places it alike",
         )
     func(target._local_tensor, my_slice(source.expand(target.shape), target), *rest, **kwargs)
@@ -285,11 +285,11 @@ _HANDLERS: dict[OpOverload, Handler] = {
     ),
     aten.eye.m_out: _eye,
     aten.eye.out: _eye,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: ragged_reductions.unscale_and_find_inf,
-    aten._foreach_norm.Scalar: ragged_reductions.foreach_norm,
-    aten.all.default: ragged_reductions.all_nonzero,
-    aten.any.default: ragged_reductions.any_nonzero,
-    aten.linalg_vector_norm.default: ragged_reductions.vector_norm,
-    aten.mean.default: ragged_reductions.total,
-    aten.sum.default: ragged_reductions.total,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: reductions.unscale_and_find_inf,
+    aten._foreach_norm.Scalar: reductions.foreach_norm,
+    aten.all.default: reductions.all_nonzero,
+    aten.any.default: reductions.any_nonzero,
+    aten.linalg_vector_norm.default: reductions.vector_norm,
+    aten.mean.default: reductions.total,
+    aten.sum.default: reductions.total,
 }

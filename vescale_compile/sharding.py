@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .planner import BufferPlan, Granularity, TensorSpec, plan_unit
-from .ragged_dtensor import RaggedDTensor
-from .ragged_shard import RaggedShard
+from .ragged.dtensor import RaggedDTensor
+from .ragged.placement import RaggedShard
 from .runtime.boundary import Binding
 from .runtime.buffer import CommPolicy, FlatBuffer, GradientSync, ParamSlot
 from .sharded_module import Access, ShardedModule, Unit, make_sharded
 from .units import UnitMembers, find_units, group_by_buffer, owners
+
+_COLLECTIVE_BYTES = 16  # NCCL's fast path wants multiples
 
 GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
 
@@ -92,7 +94,9 @@ def _shard_unit(
 ) -> None:
     comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward)
     sync = GradientSync()
-    plans = [(plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, granularity)]
+    plans = [
+        (plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, comm, granularity)
+    ]
     buffers = []
     for ordinal, (plan, group) in enumerate(plans):
         name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"
@@ -113,13 +117,17 @@ def _shard_unit(
 
 
 def _plan(
-    params: dict[str, nn.Parameter], mesh: DeviceMesh, granularity: GranularityFn | None
+    params: dict[str, nn.Parameter], mesh: DeviceMesh, policy: CommPolicy, granularity: GranularityFn | None
 ) -> tuple[BufferPlan, ...]:
+    """Lays one buffer's parameters out; a rank's part is a multiple of 16 bytes in every dtype it travels in."""
     tensors = [
         TensorSpec(name, tuple(p.shape), p.element_size(), granularity(name, p) if granularity is not None else None)
         for name, p in params.items()
     ]
-    return plan_unit(tensors, mesh.size()).buffers
+    itemsize = tensors[0].itemsize
+    communicated = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
+    smallest = min([itemsize, *communicated])
+    return plan_unit(tensors, mesh.size(), alignment_bytes=_COLLECTIVE_BYTES * itemsize // smallest).buffers
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
 
-from vescale_compile.ragged_shard import RaggedShard
+from vescale_compile.ragged.placement import RaggedShard
 
 
 class RaggedDTensor(DTensor):
@@ -135,7 +135,7 @@ class RaggedDTensor(DTensor):
         Returns:
             A RaggedDTensor for a RaggedShard, else a DTensor.
         """
-        from vescale_compile.ragged_redistribute import redistribute
+        from vescale_compile.ragged.redistribute import redistribute
 
         if placements is None:
             raise ValueError(f"redistribute on {self!r}: placements is needed")
@@ -175,17 +175,17 @@ class RaggedDTensor(DTensor):
     # The hooks of torch.distributed.checkpoint.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from vescale_compile.ragged_checkpoint import write_items
+        from vescale_compile.ragged.checkpoint import write_items
 
         return write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from vescale_compile.ragged_checkpoint import chunks
+        from vescale_compile.ragged.checkpoint import chunks
 
         return chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from vescale_compile.ragged_checkpoint import box
+        from vescale_compile.ragged.checkpoint import box
 
         return box(self, index)
 
@@ -201,7 +201,7 @@ class RaggedDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from vescale_compile.ragged_dispatch import dispatch
+        from vescale_compile.ragged.dispatch import dispatch
 
         return dispatch(func, args, kwargs or {})
 
@@ -216,7 +216,7 @@ def distribute_ragged(full: torch.Tensor, device_mesh: DeviceMesh, placement: Ra
 
     Differentiable: the gradient is gathered.
     """
-    from vescale_compile.ragged_redistribute import to_ragged
+    from vescale_compile.ragged.redistribute import to_ragged
 
     return to_ragged(DTensor.from_local(full, device_mesh, [Replicate()], run_check=False), placement)
 
@@ -266,7 +266,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:
-        from vescale_compile.ragged_redistribute import redistribute
+        from vescale_compile.ragged.redistribute import redistribute
 
         return redistribute(grad, ctx.spec.mesh, ctx.spec.placements).to_local(), None
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from vescale_compile.ragged_dtensor import RaggedDTensor, check_layout, row_major_strides
-from vescale_compile.ragged_shard import RaggedShard
+from vescale_compile.ragged.dtensor import RaggedDTensor, check_layout, row_major_strides
+from vescale_compile.ragged.placement import RaggedShard
 
 c10d = torch.ops._c10d_functional
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from vescale_compile.ragged_dtensor import RaggedDTensor
+from vescale_compile.ragged.dtensor import RaggedDTensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
