@@ -4,6 +4,8 @@ Prints one Markdown table for each policy, since only systems under one policy d
 sharded parameters that are gathered again in the backward ("reshard", ZeRO-3) or kept until then ("keep"),
 and DDP, which is not sharded. How the runs are interleaved, and what each figure is, is said in harness.py.
 
+All systems at the default size take about 15 GB of memory, since they are alive at the same time.
+
 The exit status is 1 if a system failed, or if they did not compute the same: after the timed steps the loss and
 the gradient norm of all systems must agree within ``--tolerance``.
 """
@@ -29,7 +31,7 @@ from systems import SYSTEMS, Workload
 
 from vescale_compile.examples.llama import SIZES
 
-TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2}
+TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2}
 
 
 def main() -> int:

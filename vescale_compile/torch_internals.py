@@ -120,7 +120,7 @@ class WrappedPartitioner(CustomPartitionerFn):
 
 def show_graph(name: str, gm: fx.GraphModule) -> None:
     """Formats a graph through the function that depyf replaces, so that its dumps hold the graph too."""
-    torch._dynamo.utils.lazy_format_graph_code(name, gm)
+    torch._dynamo.utils.lazy_format_graph_code(name, gm)  # type: ignore[attr-defined]
 
 
 def run_boxed(gm: fx.GraphModule) -> CompiledGraph:
