@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..runtime import ops
+from ..torch_internals import lowering_decompositions
 from .context import ALL_GATHER, REDUCE_SCATTER, Comm, CompileContext, Role
 
 _functional = torch.ops._c10d_functional
@@ -50,7 +51,9 @@ def _replace(node: fx.Node, target: OpOverload, args: tuple[Any, ...], comm: Com
 
 def _inline(node: fx.Node, function: Callable[..., Tensor], inputs: Sequence[fx.Node]) -> None:
     """Replaces ``node`` by the aten operators that ``function`` calls on ``inputs``."""
-    traced = make_fx(function)(*(arg.meta["val"] for arg in inputs))
+    values = [arg.meta["val"] for arg in inputs]
+    with values[0].fake_mode:  # or zeros would be real tensors in the graph
+        traced = make_fx(function, decomposition_table=lowering_decompositions())(*values)
     placeholders = traced.graph.find_nodes(op="placeholder")
     with node.graph.inserting_before(node):
         result = node.graph.graph_copy(traced.graph, dict(zip(placeholders, inputs, strict=True)))

@@ -37,7 +37,7 @@ def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     _check_counts(launches, part, context)
     if part is Part.FORWARD:
         _check_released(gm.graph, context)
-    context.collectives[part] = [_line(node, comm, context) for node, comm in launches]
+    context.collectives[part] = [_line(node, comm) for node, comm in launches]
 
 
 def _check_pairs(graph: fx.Graph, context: CompileContext) -> list[tuple[fx.Node, Comm]]:
@@ -141,7 +141,6 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return written
 
 
-def _line(node: fx.Node, comm: Comm, context: CompileContext) -> str:
+def _line(node: fx.Node, comm: Comm) -> str:
     value = node.meta["val"]
-    unit = context.units[comm.unit]
-    return f"{comm.kind} of unit {comm.unit} ({unit.name}): {value.numel()} elements of {value.dtype}"
+    return f"{comm.kind} of unit {comm.unit}: {value.numel()} elements of {value.dtype}"

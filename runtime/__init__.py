@@ -1,6 +1,6 @@
 """What runs at each step: shard buffers, collectives, and the boundary between parameters and graphs.
 
-- :mod:`.ops`        the two custom operators that stand for a collective in a graph
+- :mod:`.ops`        the operators that stand for a unit's communication in a graph
 - :mod:`.buffer`     one unit's shards in one flat tensor, and what a rank knows about it
 - :mod:`.unshard`    all-gather and unpack, with pack and reduce-scatter as its backward
 - :mod:`.boundary`   sharded parameters in, flat graph inputs out; flat gradients in, sharded gradients out

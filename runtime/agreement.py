@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ..torch_internals import default_store
@@ -23,6 +24,7 @@ from .buffer import FlatBuffer
 DEADLINE_S = 300.0
 _MOST_NAMED = 8  # ranks that a message describes one by one
 
+_agreed_graphs: set[tuple[str, ...]] = set()
 _exchanges: dict[str, itertools.count[int]] = {}
 
 
@@ -34,27 +36,30 @@ class RanksMissing(RuntimeError):
     """Some ranks did not come to the point that the others reached, within the deadline."""
 
 
-def agree_on_buffers(buffers: Sequence[FlatBuffer]) -> None:
-    """:func:`agree` on the layout of units that are about to be gathered without compilation, once for each."""
+@torch.compiler.disable
+def agree_on_buffers(buffers: Sequence[FlatBuffer], *, deadline_s: float = DEADLINE_S) -> None:
+    """:func:`agree` on the layout of units, once for each buffer, where it is first read.
+
+    Every rank comes to that point, whether it compiles a graph there or has one already.
+    """
     fresh = [buffer for buffer in buffers if not buffer.agreed]
     for group in dict.fromkeys(buffer.group for buffer in fresh):
         members = [buffer for buffer in fresh if buffer.group is group]
-        agree_first(members, "sharded model", [line for buffer in members for line in buffer.describe()])
+        agree(group, "sharded model", [line for each in members for line in each.describe()], deadline_s=deadline_s)
+        for buffer in members:
+            buffer.agreed = True
 
 
-def agree_first(
-    buffers: Sequence[FlatBuffer], what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S
-) -> None:
-    """:func:`agree` in the group of ``buffers``, unless they were agreed on with the same lines before.
+def agree_on_graph(group: dist.ProcessGroup, collectives: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
+    """:func:`agree` on the order, sizes and dtypes of a graph's collectives, once for each sequence of them.
 
-    So a rank that compiles something again for itself (another batch size, a cache that was evicted) does not
-    wait for ranks that don't.
+    A rank that compiles again by itself, for another batch size, say, has the collectives of the first time, and
+    waits for nobody.
     """
-    key = (what, *lines)
-    if not all(key in buffer.agreed for buffer in buffers):
-        agree(buffers[0].group, what, lines, deadline_s=deadline_s)
-        for buffer in buffers:
-            buffer.agreed.add(key)
+    key = (group.group_name, *collectives)
+    if key not in _agreed_graphs:
+        agree(group, "compiled graph", collectives, deadline_s=deadline_s)
+        _agreed_graphs.add(key)
 
 
 def agree(group: dist.ProcessGroup, what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:

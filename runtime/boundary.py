@@ -6,11 +6,13 @@ Both directions are views. The forward hands out the unit's shard itself; the ba
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import ops
 from .buffer import FlatBuffer
@@ -21,6 +23,12 @@ class Binding(NamedTuple):
 
     buffer: FlatBuffer
     slot: int  # index in ``buffer.slots``
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        return Binding(copy.deepcopy(self.buffer, memo), self.slot)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a saved parameter is a tensor of its own
 
 
 class ShardedParameter(Protocol):
@@ -35,6 +43,22 @@ class ShardedParameter(Protocol):
 def binding_of(tensor: object) -> Binding | None:
     """The binding of a sharded parameter; None for any other object, fake tensors included."""
     return getattr(tensor, "_vescale_binding", None)
+
+
+def bound(param: Tensor) -> Binding:
+    """The binding of a sharded parameter that a module reads.
+
+    Raises:
+        RuntimeError: the tensor is not the parameter that ``fully_shard`` made.
+    """
+    binding = binding_of(param)
+    if binding is None:
+        raise RuntimeError(
+            f"a module reads {param!r} as its parameter, but fully_shard did not make it: it was put in the "
+            "parameter's place. Write new values into the parameter (param.copy_(...), load_state_dict without "
+            "assign=True), or pass full tensors to torch.func.functional_call"
+        )
+    return binding
 
 
 def flat_input(buffer: FlatBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int]) -> Tensor:
@@ -71,6 +95,7 @@ class _FlatInput(torch.autograd.Function):
         return flat.view_as(flat)
 
     @staticmethod
+    @once_differentiable  # a second derivative would lack what the reduction does
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         buffer: FlatBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params

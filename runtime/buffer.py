@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class FlatBuffer:
         group: the process group that the buffer is sharded over.
         layout, param_dtype, reduce_dtype: derived; plain attributes, because Dynamo guards on them.
         params: the sharded parameters themselves, one for each slot, once they exist.
-        agreed: what all ranks are known to hold alike about this buffer.
+        agreed: whether all ranks are known to have the same layout.
         unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
     """
 
@@ -105,7 +106,7 @@ class FlatBuffer:
     policy: CommPolicy
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
-    agreed: set[tuple[str, ...]] = field(default_factory=set)
+    agreed: bool = False
     unreduced: Tensor | None = None
     unreduced_slots: set[int] = field(default_factory=set)
 
@@ -126,9 +127,14 @@ class FlatBuffer:
         """A buffer of its own memory and parameters, in the same process group."""
         copied = copy.copy(self)
         memo[id(self)] = copied  # before the parameters, which lead back here
-        for name in ("shard", "params", "sync", "agreed", "unreduced", "unreduced_slots"):
+        for name in ("shard", "params", "sync", "unreduced", "unreduced_slots"):
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         return copied
+
+    def rename(self, name: str, params: Sequence[str]) -> None:
+        """Gives the unit and its parameters other names, for messages."""
+        self.name = name
+        self.slots = tuple(replace(slot, name=new) for slot, new in zip(self.slots, params, strict=True))
 
     def set_shard(self, shard: Tensor) -> None:
         """Takes another tensor of as many elements as the shard: another device or dtype, or new memory."""

@@ -56,6 +56,7 @@ def gathered_once(buffers: Iterable[FlatBuffer]) -> Iterator[None]:
         _check_unwritten(buffer, state.gathered)
 
 
+@torch.compiler.disable
 def unsharded(binding: Binding) -> Tensor:
     """The full parameter of ``binding``. A collective, unless its unit is open and was gathered already."""
     buffer, index = binding

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..torch_internals import is_fake
 from . import eager
-from .boundary import binding_of
+from .boundary import bound
 
 
 @torch.compiler.allow_in_graph
@@ -20,7 +21,6 @@ def unshard_param(param: Tensor, layout: str, reduce_in_graph: bool, dtype: torc
     ``layout`` and ``reduce_in_graph`` are read by the compiler only: they are here so that Dynamo guards on
     them. A graph is reused for another parameter only where its unit is laid out alike.
     """
-    binding = binding_of(param)
-    if binding is None:  # a fake tensor: Dynamo asks for shape and dtype
+    if is_fake(param):  # Dynamo asks for shape and dtype
         return torch.empty(param.shape, dtype=dtype, device=param.device, requires_grad=param.requires_grad)
-    return eager.unsharded(binding)
+    return eager.unsharded(bound(param))

@@ -21,6 +21,7 @@ from .dump import GraphDump
 from .options import Options, read_options
 from .passes import run_stage
 from .passes.context import CompileContext, Part, Stage
+from .runtime.agreement import agree_on_buffers
 from .sharded_module import anything_sharded
 from .torch_internals import (
     WrappedPartitioner,
@@ -59,6 +60,7 @@ def vescale(
     captured = capture(gm, example_inputs)
     if captured is None:
         return _compile_unsharded(gm, example_inputs, read)
+    agree_on_buffers([unit.buffer for unit in captured.units], deadline_s=read.deadline)
     dump = GraphDump(captured.context.rank)
     run_stage(
         Stage.CAPTURED,
@@ -70,7 +72,7 @@ def vescale(
     lower = {"inductor": _lower_inductor, "eager": _lower_eager}[read.lowering]
     run = lower(captured, inputs, dump)
     check_agreement(captured, read.deadline)
-    return CompiledGraph(captured, run).call
+    return CompiledGraph(captured, run, read.deadline).call
 
 
 def _flat_examples(context: CompileContext) -> list[Any]:

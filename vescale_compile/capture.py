@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from .passes.context import CompileContext, GraphUnit, ParamInput
-from .runtime.boundary import Binding, binding_of
+from .ragged.dtensor import RaggedDTensor
+from .runtime.boundary import Binding, binding_of, bound
 from .runtime.buffer import FlatBuffer
 from .torch_internals import copy_capture_marks, tracing_fake_mode
 
@@ -36,11 +37,6 @@ class CapturedUnit:
     def layout(self) -> str:
         return self.buffer.layout
 
-    def describe(self) -> list[str]:
-        """Lines that must be equal on every rank."""
-        names = [self.buffer.slots[index].name for index in self.indices]
-        return [*self.buffer.describe(), f"graph input {self.graph.name}: reads {names}"]
-
 
 @dataclass(frozen=True)
 class Capture:
@@ -61,7 +57,7 @@ class Capture:
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture | None:
     """Reads the sharded parameters among the example inputs; None if there are none."""
-    bindings = {i: binding for i, value in enumerate(example_inputs) if (binding := binding_of(value))}
+    bindings = {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
     if not bindings:
         return None
     positions: dict[FlatBuffer, list[int]] = {}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .capture import Capture, CapturedUnit
-from .passes.context import CompileContext, GraphError
-from .runtime.agreement import agree_first
+from .passes.context import GraphError
+from .runtime.agreement import agree_on_buffers, agree_on_graph
 from .runtime.boundary import binding_of, flat_input
 from .runtime.buffer import FlatBuffer
 
@@ -19,7 +19,7 @@ class CompiledGraph:
     that looks like the one it captured. The units come from the arguments at each call.
     """
 
-    def __init__(self, captured: Capture, run: Callable[..., Any]) -> None:
+    def __init__(self, captured: Capture, run: Callable[..., Any], deadline: float) -> None:
         self._units = captured.units
         self._with_gradient = tuple(
             {unit.indices[view] for view in captured.context.gradients.get(ordinal, ())}
@@ -27,11 +27,14 @@ class CompiledGraph:
         )
         self._others = captured.others
         self._run = run
+        self._deadline = deadline
 
     def call(self, *args: Any) -> Any:
+        buffers = [_buffer_like_captured(unit, args) for unit in self._units]
+        if not all(buffer.agreed for buffer in buffers):
+            agree_on_buffers(buffers, deadline_s=self._deadline)
         flats: list[Any] = []
-        for unit, used in zip(self._units, self._with_gradient, strict=True):
-            buffer = _buffer_like_captured(unit, args)
+        for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
             params = [args[position] for position in unit.positions]
             flat = flat_input(buffer, params, reduced=unit.graph.port is None, used=used)
             flats.extend([flat] if unit.graph.port is None else [buffer.shard, flat])
@@ -55,17 +58,7 @@ def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> FlatBuffer
 
 
 def check_agreement(captured: Capture, deadline: float) -> None:
-    """Compares units and collectives with the other ranks, the first time that these parameters are compiled.
-
-    Later compilations of the same parameters (for another batch size, say) may happen on one rank alone: they
-    are compared with the first one on this rank, which the others have seen.
-    """
+    """Compares the compiled graph's collectives with the other ranks'."""
+    lines = [f"{part.value}: {line}" for part, lines in captured.context.collectives.items() for line in lines]
     for group in dict.fromkeys(unit.buffer.group for unit in captured.units):
-        units = [unit for unit in captured.units if unit.buffer.group is group]
-        lines = [line for unit in units for line in unit.describe()]
-        lines += _collective_lines(captured.context)
-        agree_first([unit.buffer for unit in units], "compiled graph", lines, deadline_s=deadline)
-
-
-def _collective_lines(context: CompileContext) -> list[str]:
-    return [f"{part.value}: {line}" for part, lines in context.collectives.items() for line in lines]
+        agree_on_graph(group, lines, deadline_s=deadline)

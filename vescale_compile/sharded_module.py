@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_map_only
 from .ragged.dtensor import RaggedDTensor
 from .runtime import eager
 from .runtime.agreement import agree_on_buffers
+from .runtime.boundary import Binding, binding_of
 from .runtime.buffer import FlatBuffer
 from .runtime.marker import unshard_param
 from .storage import convert_buffer
+from .torch_internals import in_backward, never_start_tracing_at
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class Access:
 
     place: str
     buffer: FlatBuffer
+
+    @staticmethod
+    def to(binding: Binding) -> Access:
+        return Access(f"{binding.buffer.layout}/{binding.slot}", binding.buffer)
 
 
 @dataclass
@@ -88,6 +94,34 @@ class ShardedModule(nn.Module):
         finally:
             _forward.running = was_running
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuses to replace a sharded parameter by another tensor; tying it to another sharded one is fine."""
+        if name in self._vescale_access and param is not None:
+            binding = binding_of(param)
+            if binding is None:
+                raise RuntimeError(
+                    f"parameter {name!r} of this {type(self).__name__} is sharded, and would be replaced by a tensor "
+                    "that is not. Write its values into it: with torch.no_grad(): module."
+                    f"{name}.copy_(full_tensor), or replace it before fully_shard"
+                )
+            self._vescale_access[name] = Access.to(binding)
+        super().register_parameter(name, param)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers") and self._vescale_access:
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would take the sharded parameters of {prefix or 'the module'} out of "
+                "their buffer. Leave assign out; call to_empty first if the module is on the meta device"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also forgets gradients that ``no_sync`` accumulated and no reduction has taken."""
+        super().zero_grad(set_to_none)
+        for buffer in buffers_in(self):
+            if buffer.unreduced is not None:
+                buffer.take_unreduced()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """``to``, ``half``, ``to_empty`` and the like: on the flat shard, of which parameters are views."""
         sharded = {name: p for name, p in self._parameters.items() if isinstance(p, RaggedDTensor)}
@@ -138,12 +172,14 @@ def _reader(name: str) -> Callable[[ShardedModule], Any]:
         param = module._parameters[name]
         if not isinstance(param, RaggedDTensor):
             return param  # None, or another tensor put in its place (torch.func.functional_call)
-        if torch.compiler.is_compiling() or _forward.running:
+        # In a backward, a checkpointed function runs again, and not every such function is a module's forward.
+        if torch.compiler.is_compiling() or _forward.running or in_backward():
             access = module._vescale_access[name]
             buffer = access.buffer
             return unshard_param(param, access.place, buffer.sync.in_graph, buffer.param_dtype)
         return param
 
+    never_start_tracing_at(read)
     return read
 
 

@@ -40,9 +40,9 @@ def fully_shard(
     sharded yet. Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s
     becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together.
 
-    Every parameter becomes a :class:`RaggedDTensor` on the same object-for-name in ``module.parameters()``,
-    cut between blocks of ``granularity`` (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for
-    each unit, dtype and trainability. Build the optimizer afterwards.
+    Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
+    (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the
+    optimizer afterwards.
 
     Args:
         module: sharded in place. Parameters may be on the meta device; call ``to_empty`` and initialize
@@ -54,7 +54,7 @@ def fully_shard(
         granularity: called with each parameter's name and the parameter; the smallest piece that may not be
             cut, None for single elements.
         quantize: must be None.
-        ignored_params: parameters to leave as they are, the same on every rank.
+        ignored_params: parameters to leave as they are; their gradients are not averaged.
 
     Returns:
         ``module``.
@@ -63,9 +63,11 @@ def fully_shard(
         RuntimeError: no process group, or the module is compiled.
         ValueError: nothing to shard, a mesh that does not fit, a parameter that can't be sharded.
         TypeError: an argument of another type.
+        NotImplementedError: ``quantize`` is not None.
     """
     _check_arguments(module, reshard_after_forward, quantize)
     mesh = _mesh(module, mesh)
+    _tie_to_sharded(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     ignored = set(ignored_params or ())
     _check_params(module, mesh, ignored)
@@ -79,6 +81,7 @@ def fully_shard(
     places = owners(module)
     for members in units:
         _shard_unit(members, places, mesh, reshard_after_forward, policy, granularity, root=module)
+    _name_buffers(module)
     return module
 
 
@@ -104,16 +107,43 @@ def _shard_unit(
         buffer = _allocate(name, plan, params, mesh, comm, sync)
         buffers.append(buffer)
         for index, (original, sharded) in enumerate(zip(params.values(), buffer.params, strict=True)):
-            access = Access(f"{buffer.layout}/{index}", buffer)
+            original._vescale_sharded = sharded  # type: ignore[attr-defined]
             for owner, attribute in places[original]:
-                owner._parameters[attribute] = cast(nn.Parameter, sharded)
-                make_sharded(owner, {attribute: access}, None)
+                _put(owner, attribute, cast(nn.Parameter, sharded), Binding(buffer, index))
     unit = Unit(
         tuple(buffers),
         input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
         output_dtype=policy.output_dtype if members.module is root else None,
     )
     make_sharded(members.module, {}, unit)
+
+
+def _put(owner: nn.Module, attribute: str, sharded: nn.Parameter, binding: Binding) -> None:
+    owner._parameters[attribute] = sharded
+    make_sharded(owner, {attribute: Access.to(binding)}, None)
+
+
+def _tie_to_sharded(module: nn.Module) -> None:
+    """Parameters that are tied to one that an earlier call sharded become that one again."""
+    for param, places in owners(module).items():
+        sharded = getattr(param, "_vescale_sharded", None)
+        if sharded is not None:
+            for owner, attribute in places:
+                _put(owner, attribute, sharded, sharded._vescale_binding)
+
+
+def _name_buffers(module: nn.Module) -> None:
+    """Names units and parameters as ``module`` does, those of earlier calls on its parts included."""
+    names = {param: name for name, param in module.named_parameters()}
+    for path, part in module.named_modules():
+        if isinstance(part, ShardedModule) and part._vescale_unit is not None:
+            buffers = part._vescale_unit.buffers
+            for ordinal, buffer in enumerate(buffers):
+                unit = path or "(root)"
+                slots = [
+                    names.get(cast(nn.Parameter, p), s.name) for p, s in zip(buffer.params, buffer.slots, strict=True)
+                ]
+                buffer.rename(unit if len(buffers) == 1 else f"{unit}#{ordinal}", slots)
 
 
 def _plan(
@@ -170,6 +200,11 @@ def _check_arguments(module: object, reshard_after_forward: object, quantize: ob
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: module is {type(module).__name__}; give an nn.Module")
     for name, part in module.named_modules():
+        if "forward" in vars(part):
+            raise ValueError(
+                f"fully_shard: {name or 'the module'} has a forward of its own, set on the instance, which would "
+                "bypass its class's. Call fully_shard first, or define forward in the class."
+            )
         if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
             raise RuntimeError(
                 f"fully_shard: {name or 'the module'} was compiled already. Call fully_shard first, then torch.compile."

@@ -1,4 +1,4 @@
-"""Memory of sharded parameters: allocating a unit's shard, and moving it to another device or dtype."""
+"""Memory of sharded parameters: moving a unit's shard to another device or dtype."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ Each entry says why no public name does. When a PyTorch release breaks something
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.fx.graph import _BoxedCodeGen
 
@@ -60,12 +64,13 @@ def inductor_compile(
     config_patches: dict[str, Any] | None = None,
 ) -> CompiledGraph:
     """Inductor on a Dynamo graph. ``inner_compile`` sees each partitioned graph before Inductor lowers it."""
-    return _compile_fx.compile_fx(  # type: ignore[return-value]
-        gm,
-        example_inputs,
-        inner_compile=inner_compile or _compile_fx.compile_fx_inner,
-        config_patches=config_patches,
-    )
+    with _eager_backward_lowering():
+        return _compile_fx.compile_fx(  # type: ignore[return-value]
+            gm,
+            example_inputs,
+            inner_compile=inner_compile or _compile_fx.compile_fx_inner,
+            config_patches=config_patches,
+        )
 
 
 def inductor_compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -83,13 +88,14 @@ def aot_compile(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = min_cut_rematerialization_partition,
 ) -> CompiledGraph:
     """AOTAutograd with our compilers. The public ``aot_module_simplified`` lacks Dynamo's bookkeeping."""
-    return _aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )(gm, example_inputs)
+    with _eager_backward_lowering():
+        return _aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
 
 
 class WrappedPartitioner(CustomPartitionerFn):
@@ -116,6 +122,56 @@ class WrappedPartitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (self._identity,)  # what Inductor's cache key sees of it
+
+
+def lowering_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor expects to be decomposed in the graphs it is given."""
+    return select_decomp_table()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or what it wraps, only has a shape: Dynamo and AOTAutograd are tracing."""
+    return _is_fake(tensor)
+
+
+def in_backward() -> bool:
+    """Whether this thread is running an autograd backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls ``function`` when the backward that is running has run, as DistributedDataParallel does."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def never_start_tracing_at(function: Callable[..., Any]) -> None:
+    """Dynamo goes on inlining ``function``, but does not compile it by itself where its caller is not compiled."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
+def _eager_backward_lowering() -> AbstractContextManager[None]:
+    """The backward is lowered with the forward, so that it is verified before anything runs; and AOTAutograd's own
+    cache is off, because a hit would leave out the passes on the joint graph. Inductor's caches stay on.
+    """
+    return torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
+
+
+def honor_torch_dispatch(subclass: type[torch.Tensor]) -> None:
+    """Lets a subclass of DTensor dispatch by its own ``__torch_dispatch__``, as PyTorch 2.12 and later do.
+
+    PyTorch 2.11 sends subclasses through DTensor's C++ path (fixed by pytorch pull request 177878), but asks the
+    registry of ``torch.library.register_torch_dispatch`` first. That holds rules for single operators; this adds
+    one for all of them.
+    """
+    if torch.__version__ >= "2.12":
+        return
+    own = vars(subclass)["__torch_dispatch__"].__func__
+    registered = GenericTorchDispatchRuleHolder.find
+
+    def find(self: GenericTorchDispatchRuleHolder, torch_dispatch_class: type) -> Callable[..., Any] | None:
+        return registered(self, torch_dispatch_class) or (own if torch_dispatch_class is subclass else None)
+
+    GenericTorchDispatchRuleHolder.find = find  # type: ignore[method-assign]
 
 
 def show_graph(name: str, gm: fx.GraphModule) -> None:

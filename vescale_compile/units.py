@@ -45,17 +45,15 @@ def find_units(module: nn.Module, ignored: set[nn.Parameter], *, nested_units: b
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of the outermost module lists, each once even where it stands in several places."""
+    """Elements of the outermost module lists, each once even where it stands in several places.
+
+    A list in a list has no forward either: its elements count.
+    """
     seen: set[nn.Module] = set()
     for name, child in module.named_children():
         path = _join(prefix, name)
-        elements = child.named_children() if isinstance(child, nn.ModuleList) else None
-        found = (
-            ((_join(path, key), element) for key, element in elements)
-            if elements is not None
-            else _list_elements(child, path)
-        )
-        for key, element in found:
+        is_element = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        for key, element in [(path, child)] if is_element else _list_elements(child, path):
             if element not in seen:
                 seen.add(element)
                 yield key, element

@@ -86,7 +86,7 @@ class Graph:
 def test_a_correct_forward_passes_and_its_collectives_are_recorded():
     graph, forward = Graph(), context(Part.FORWARD)
     graph.verify([graph.call(aten.relu.default, graph.collective(ALL_GATHER, graph.shard))], forward)
-    assert forward.collectives == {Part.FORWARD: ["all_gather of unit 0 (layers.0): 8 elements of torch.float32"]}
+    assert forward.collectives == {Part.FORWARD: ["all_gather of unit 0: 8 elements of torch.float32"]}
 
 
 def test_a_correct_backward_passes():

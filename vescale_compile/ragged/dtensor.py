@@ -20,6 +20,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_typ
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
 
 from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.torch_internals import honor_torch_dispatch
 
 
 class RaggedDTensor(DTensor):
@@ -280,3 +281,6 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
         return wrap(grad.contiguous(), ctx.spec)
+
+
+honor_torch_dispatch(RaggedDTensor)
