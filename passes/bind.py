@@ -9,34 +9,29 @@ placeholders are gone, so the graph has the same inputs on every rank.
 from __future__ import annotations
 
 import operator
+from typing import cast
 
+import torch
 from torch import fx
 
 from ..runtime.marker import unshard_param
 from ..runtime.unshard import unshard
 from ..torch_internals import mark_graph_input
-from .context import CompileContext, GraphUnit, fail
+from .context import CompileContext, GraphUnit, ParamInput, fail
 
 
 def bind(gm: fx.GraphModule, context: CompileContext) -> None:
     placeholders = gm.graph.find_nodes(op="placeholder")
     flats = _insert_inputs(gm.graph, placeholders[0], context)
+    outside = _outside_regions(gm.graph)
     full: dict[tuple[int, int], fx.Node] = {}
-    for node in list(gm.graph.nodes):
-        if node.target is not unshard_param:
-            continue
-        position = placeholders.index(node.args[0]) if node.args[0] in placeholders else -1
-        if position not in context.params:
-            fail(
-                context,
-                node,
-                "unshard_param is called on something that is no sharded parameter of the graph",
-            )
-        param = context.params[position]
+    markers = {node: _param_of(node, placeholders, context) for node in gm.graph.nodes if node.target is unshard_param}
+    _check_unwritten(gm.graph, {node: param.name for node, param in markers.items()}, context)
+    for node, param in markers.items():
         key = (param.unit, param.view)
         if key not in full:
-            full.update(_unshard_before(node, param.unit, context.units[param.unit], flats[param.unit]))
-        _check_unwritten(node, param.name, context)
+            place = outside.get(node, node)
+            full.update(_unshard_before(place, param.unit, context.units[param.unit], flats[param.unit]))
         full[key].meta.setdefault("example_value", node.meta.get("example_value"))
         node.replace_all_uses_with(full[key])
         gm.graph.erase_node(node)
@@ -49,6 +44,14 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
                 "parameter through its module; leave what works on shards (optimizer steps, clipping) outside",
             )
         gm.graph.erase_node(placeholders[position])
+
+
+def _param_of(marker: fx.Node, placeholders: list[fx.Node], context: CompileContext) -> ParamInput:
+    source = cast(fx.Node, marker.args[0])
+    position = placeholders.index(source) if source in placeholders else -1
+    if position not in context.params:
+        fail(context, marker, "unshard_param is called on something that is no sharded parameter of the graph")
+    return context.params[position]
 
 
 def _insert_inputs(graph: fx.Graph, first: fx.Node, context: CompileContext) -> list[tuple[fx.Node, fx.Node | None]]:
@@ -67,6 +70,35 @@ def _insert_inputs(graph: fx.Graph, first: fx.Node, context: CompileContext) -> 
     return flats
 
 
+def _outside_regions(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node inside regions (no_grad, autocast, vmap, ...), the node that opens the outermost of them.
+
+    What a unit's first use happens to be in must not become part of its gather: other uses want gradients.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    opened: list[fx.Node] = []
+    for node in graph.nodes:
+        if opened:
+            found[node] = opened[0]
+        name = getattr(node.target, "__name__", "")
+        opens = name.startswith("_enter_") or name.endswith("increment_nesting")
+        closes = name.startswith("_exit_") or name.endswith("decrement_nesting")
+        if node.target is torch._C._set_grad_enabled:
+            # Set at the start of a region to one value, and back at its end.
+            opens, closes = _toggles(node, opened)
+        if opens:
+            opened.append(node)
+        elif closes and opened:
+            opened.pop()
+    return found
+
+
+def _toggles(node: fx.Node, opened: list[fx.Node]) -> tuple[bool, bool]:
+    enclosing = [each for each in opened if each.target is node.target]
+    returns = bool(enclosing) and enclosing[-1].args[0] != node.args[0]
+    return not returns, returns
+
+
 def _unshard_before(
     node: fx.Node, ordinal: int, unit: GraphUnit, flat: tuple[fx.Node, fx.Node | None]
 ) -> dict[tuple[int, int], fx.Node]:
@@ -80,16 +112,32 @@ def _unshard_before(
         }
 
 
-def _check_unwritten(marker: fx.Node, name: str, context: CompileContext) -> None:
-    """A gathered parameter is a copy: writing to it would be lost without a word."""
-    for user in marker.users:
-        target = user.target
-        method = target if isinstance(target, str) else getattr(target, "__name__", "")
-        in_place = method.endswith("_") and not method.endswith("__") and user.args[:1] == (marker,)
-        if in_place or user.kwargs.get("out") is marker or (target is operator.setitem and user.args[0] is marker):
-            fail(
-                context,
-                user,
-                f"parameter {name!r} is written to inside forward. There it is a gathered copy, and the write "
-                "would be lost: write to the sharded parameter outside forward, or use a buffer",
-            )
+def _check_unwritten(graph: fx.Graph, names: dict[fx.Node, str], context: CompileContext) -> None:
+    """Refuses writes to gathered parameters, which are copies: they would be lost without a word.
+
+    Dynamo ran the program on fake tensors, and a write to one, through whatever view, shows in its version.
+    ``torch._foreach_*`` functions leave no such trace.
+    """
+    memory = {_memory(node): name for node, name in names.items()}
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value._version > 0 and _memory(node) in memory:
+            _refuse_write(context, node, memory[_memory(node)])
+        method = getattr(node.target, "__name__", "")
+        if method.startswith("_foreach_") and method.endswith("_"):
+            for arg in node.all_input_nodes:
+                if isinstance(arg.meta.get("example_value"), torch.Tensor) and _memory(arg) in memory:
+                    _refuse_write(context, node, memory[_memory(arg)])
+
+
+def _memory(node: fx.Node) -> int:
+    return node.meta["example_value"].untyped_storage()._cdata
+
+
+def _refuse_write(context: CompileContext, node: fx.Node, name: str) -> None:
+    fail(
+        context,
+        node,
+        f"parameter {name!r} is written to inside forward. There it is a gathered copy, and the write would be "
+        "lost: write to the sharded parameter outside forward, or keep the value in a buffer (register_buffer)",
+    )

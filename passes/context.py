@@ -95,6 +95,7 @@ class CompileContext:
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
         gradients: by unit, the views that the joint graph has gradients for.
+        results: how many of the forward's outputs are the program's own; the others are kept for the backward.
         collectives: each verified graph's collectives, in order, one line each.
         part: which graph the partitioned passes are working on.
     """
@@ -104,6 +105,7 @@ class CompileContext:
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
+    results: int = 0
     collectives: dict[Part, list[str]] = field(default_factory=dict)
     part: Part | None = None
 

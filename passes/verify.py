@@ -98,14 +98,16 @@ def _check_counts(launches: list[tuple[fx.Node, Comm]], part: Part, context: Com
 
 
 def _check_released(graph: fx.Graph, context: CompileContext) -> None:
-    """No output of the forward is memory that a resharded unit was gathered into."""
+    """Nothing kept for the backward is memory that a resharded unit was gathered into."""
     bases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         bases[node] = _base(node, bases)
         if node.op != "output":
             continue
-        for kept in node.all_input_nodes:
-            comm = comm_of(bases[kept])
+        outputs = node.args[0]
+        assert isinstance(outputs, list | tuple)
+        for kept in outputs[context.results :]:
+            comm = comm_of(bases[kept]) if isinstance(kept, fx.Node) else None
             if comm and comm.kind == ALL_GATHER and context.units[comm.unit].reshard_after_forward:
                 name = context.units[comm.unit].name
                 fail(context, kept, f"unit {name} is resharded after forward, but its parameters are kept")

@@ -7,6 +7,7 @@ Both directions are views. The forward hands out the unit's shard itself; the ba
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..torch_internals import after_backward
 from . import ops
 from .buffer import FlatBuffer
 
@@ -109,6 +111,8 @@ class _FlatInput(torch.autograd.Function):
             late = _reduce(buffer, accumulated)
             grad = late if grad is None else grad + late
             owed = owed | accumulated_for
+        if ctx.reduce_now and any(peer.unreduced is not None for peer in buffer.sync.peers):
+            after_backward(functools.partial(_reduce_left, buffer.sync.peers))
         if grad is None:
             return (None,) * (4 + len(params))
         _give(buffer, grad, owed - inputs)
@@ -120,6 +124,14 @@ def _reduce(buffer: FlatBuffer, packed: Tensor) -> Tensor:
     comm = buffer.comm()
     reduced = ops.reduce_scatter(packed, comm.unit, "avg", comm.world_size, comm.group)
     return reduced.to(buffer.shard.dtype)
+
+
+def _reduce_left(buffers: Sequence[FlatBuffer]) -> None:
+    """Reduces what earlier micro-batches accumulated for units that the last one did not use."""
+    for buffer in buffers:
+        if buffer.unreduced is not None and buffer.sync.enabled:
+            accumulated, accumulated_for = buffer.take_unreduced()
+            _give(buffer, _reduce(buffer, accumulated), accumulated_for)
 
 
 def _local_grad(param: ShardedParameter, flat_grad: Tensor, owed: set[int]) -> Tensor | None:

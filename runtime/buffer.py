@@ -64,6 +64,7 @@ class GradientSync:
     Attributes:
         enabled: False inside ``no_sync``.
         pending: buffers that hold gradients no collective has reduced yet.
+        peers: the buffers that ``no_sync`` was last entered for together with this one.
         in_graph: what a module reads, and Dynamo guards on: reduce in the backward itself. False while
             gradients accumulate and in the micro-batch that ends it, whose sum is reduced afterwards, once.
     """
@@ -71,6 +72,7 @@ class GradientSync:
     enabled: bool = True
     pending: int = 0
     in_graph: bool = True
+    peers: tuple[FlatBuffer, ...] = ()
 
     def set_enabled(self, enabled: bool) -> None:
         self.enabled = enabled

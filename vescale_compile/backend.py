@@ -110,7 +110,8 @@ def _lower_eager(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -> C
 
 
 def _partitioner(context: CompileContext, dump: GraphDump) -> WrappedPartitioner:
-    def run_joint(gm: fx.GraphModule) -> None:
+    def run_joint(gm: fx.GraphModule, results: int) -> None:
+        context.results = results
         run_stage(Stage.JOINT, gm, context, functools.partial(dump.write, stage=Stage.JOINT.value))
 
     return WrappedPartitioner(run_joint, identity=repr([unit.reshard_after_forward for unit in context.units]))

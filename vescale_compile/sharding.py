@@ -192,6 +192,8 @@ def _as_parameter(sharded: Tensor, original: nn.Parameter, binding: Binding) -> 
     param = nn.Parameter(sharded, requires_grad=original.requires_grad)
     for key, value in vars(original).items():  # marks that libraries put on parameters
         setattr(param, key, value)
+    # nn.Parameter took an alias below autograd, whose writes would not count as writes to the shard.
+    cast(RaggedDTensor, param)._local_tensor = binding.buffer.local(binding.buffer.shard, binding.slot)
     param._vescale_binding = binding  # type: ignore[attr-defined]
     return param
 
@@ -200,14 +202,14 @@ def _check_arguments(module: object, reshard_after_forward: object, quantize: ob
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: module is {type(module).__name__}; give an nn.Module")
     for name, part in module.named_modules():
+        if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
+            raise RuntimeError(
+                f"fully_shard: {name or 'the module'} was compiled already. Call fully_shard first, then torch.compile."
+            )
         if "forward" in vars(part):
             raise ValueError(
                 f"fully_shard: {name or 'the module'} has a forward of its own, set on the instance, which would "
                 "bypass its class's. Call fully_shard first, or define forward in the class."
-            )
-        if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
-            raise RuntimeError(
-                f"fully_shard: {name or 'the module'} was compiled already. Call fully_shard first, then torch.compile."
             )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(

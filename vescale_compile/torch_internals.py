@@ -102,10 +102,11 @@ class WrappedPartitioner(CustomPartitionerFn):
     """A partitioner with passes in front of it.
 
     The public hook for joint graphs (``joint_custom_post_pass``) is Inductor's alone; a partitioner serves
-    eager lowering too. AOTAutograd's cache key holds :meth:`uuid`.
+    eager lowering too. ``before`` gets the joint graph and the number of its outputs that are the forward's.
+    Inductor's cache key holds :meth:`uuid`.
     """
 
-    def __init__(self, before: Callable[[fx.GraphModule], None], identity: str) -> None:
+    def __init__(self, before: Callable[[fx.GraphModule, int], None], identity: str) -> None:
         self._before = before
         self._identity = identity
         self._inner = torch._inductor.config.custom_partitioner_fn
@@ -113,7 +114,7 @@ class WrappedPartitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self._before(gm)
+        self._before(gm, kwargs["num_fwd_outputs"])
         inner = self._inner if self._inner is not None else min_cut_rematerialization_partition
         return inner(gm, joint_inputs, **kwargs)
 

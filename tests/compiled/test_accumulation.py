@@ -9,6 +9,7 @@ from ranks import on_ranks
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
+from vescale_compile.sharded_module import buffers_in
 
 MICRO_BATCHES = 3
 
@@ -69,6 +70,7 @@ def test_inside_no_sync_no_gradient_arrives():
     with vc.no_sync(model):
         call(*models.batches(1, 11)[0]).backward()
     assert {p.grad for p in model.parameters()} == {None}
+    assert all(buffer.unreduced is not None for buffer in buffers_in(model))
 
 
 @on_ranks(2)
@@ -105,6 +107,45 @@ def test_a_parameter_that_only_earlier_micro_batches_used_gets_its_gradient():
         reference(torch.ones(2, 3), both).backward()
     models.average_gradients(reference)
     assert gradients_differ(model, reference) < 1e-6
+
+
+class SkipsALayer(models.Uneven):
+    """Uses its second block only when told to."""
+
+    def forward(self, tokens, labels, both):
+        x = self.layers[0](self.embed(tokens))
+        x = self.layers[1](x) if both else x
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_a_unit_that_only_earlier_micro_batches_used_gets_its_gradient_at_once(compile):
+    torch._dynamo.reset()
+    model, call = models.sharded(SkipsALayer, compile=compile)
+    data = models.batches(2, 11)
+    with vc.no_sync(model):
+        call(*data[0], True).backward()
+    call(*data[1], False).backward()
+    reference = models.build(SkipsALayer)
+    for batch, both in zip(data, (True, False), strict=True):
+        reference(*batch, both).backward()
+    models.average_gradients(reference)
+    assert gradients_differ(model, reference) < 1e-6
+
+
+@on_ranks(2)
+def test_zero_grad_forgets_what_was_accumulated():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    data = models.batches(2, 11)
+    with vc.no_sync(model):
+        call(*data[0]).backward()
+    model.zero_grad()
+    call(*data[1]).backward()
+    reference = models.build(models.Uneven)
+    accumulate_unsharded(reference, data[1:])
+    assert gradients_differ(model, reference) == 0.0
 
 
 def test_no_sync_of_a_module_that_is_not_sharded_says_so():

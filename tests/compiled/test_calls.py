@@ -41,15 +41,38 @@ def test_batches_of_other_shapes_train_exactly(dynamic):
 
 
 @on_ranks(2)
-def test_ranks_may_have_batches_of_different_shapes():
-    """One rank compiles again, the other does not: nothing waits for it."""
+def test_one_rank_may_compile_again_for_a_batch_of_another_shape():
     torch._dynamo.reset()
     model, call = models.sharded(models.Uneven)
-    sizes = [(2, 5), (2, 5), (3 + dist.get_rank(), 6 + dist.get_rank()), (2, 5)]
-    for shape in sizes:
-        loss = call(*models.batches(1, 11, shape=shape)[0])
-        loss.backward()
+    shapes = [(2, 5), (2, 5), (2, 5) if dist.get_rank() == 0 else (3, 6), (2, 5)]
+    for shape in shapes:
+        call(*models.batches(1, 11, shape=shape)[0]).backward()
     assert all(torch.isfinite(p.grad.to_local()).all() for p in model.parameters())
+
+
+@on_ranks(2)
+def test_a_step_between_forward_and_backward_is_an_error_as_without_sharding():
+    for compile in ("eager", None):
+        torch._dynamo.reset()
+        model, call = models.sharded(models.Uneven, compile=compile)
+        batch = models.batches(1, 11)[0]
+        call(*batch).backward()
+        loss = call(*batch)
+        models.adamw(model.parameters()).step()
+        if compile is None:  # the parameters that were gathered for the forward are still there
+            loss.backward()
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@on_ranks(2)
+def test_a_second_derivative_through_parameters_is_refused():
+    model, call = models.sharded(models.Uneven, compile=None)
+    loss = call(*models.batches(1, 11)[0])
+    grads = torch.autograd.grad(loss, list(model.layers.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch._foreach_norm(grads)[0].backward()
 
 
 @on_ranks(2)
@@ -191,20 +214,65 @@ def test_a_model_that_is_not_sharded_compiles_with_one_warning():
     assert result.stderr.count("Call vescale_compile.fully_shard(model)") == 1, result.stderr
 
 
-@on_ranks(2)
-def test_writing_to_a_parameter_in_forward_is_refused():
-    class Writes(models.Uneven):
-        def forward(self, tokens, labels):
-            with torch.no_grad():
-                self.head.weight.mul_(0.5)
-            return super().forward(tokens, labels)
+class Writes(nn.Module):
+    """Writes to a parameter inside forward, in one of the ways that Python offers."""
 
-    for compile in ("eager", None):
-        torch._dynamo.reset()
-        _, call = models.sharded(Writes, compile=compile)
-        with pytest.raises(Exception, match="written to inside forward") as caught:
-            call(*models.batches(1, 11)[0])
-        assert f"rank {dist.get_rank()}" in str(caught.value)
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4))
+        self.embed = nn.Embedding(4, 4, max_norm=0.5)
+        self.how = "nothing"
+
+    @torch.no_grad()
+    def write(self):
+        match self.how:
+            case "method":
+                self.w.mul_(2)
+            case "operator":
+                w = self.w
+                w += 1
+            case "view":
+                self.w[0].zero_()
+            case "item":
+                self.w[0] = 1.0
+            case "detach":
+                self.w.detach().mul_(2)
+            case "data":
+                self.w.data.mul_(2)
+            case "out":
+                torch.add(self.w, 1, out=self.w)
+            case "foreach":
+                torch._foreach_mul_([self.w], 2.0)
+            case "max_norm":
+                self.embed(torch.arange(4))
+
+    def forward(self, x):
+        self.write()
+        return (x @ self.w).sum() + self.w.detach().clone().mul_(2).sum()
+
+
+WAYS = ["method", "operator", "view", "item", "detach", "data", "out", "foreach", "max_norm"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@on_ranks(2)
+def test_writing_to_a_parameter_in_a_compiled_forward_is_refused(how):
+    torch._dynamo.reset()
+    model, call = models.sharded(Writes)
+    call(torch.ones(4, 4)).backward()
+    model.how = how
+    with pytest.raises(Exception, match="written to inside forward") as caught:
+        call(torch.ones(4, 4))
+    assert f"rank {dist.get_rank()}" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", [way for way in WAYS if way not in ("data", "max_norm")])
+@on_ranks(2)
+def test_writing_to_a_parameter_in_an_eager_forward_is_refused(how):
+    model, call = models.sharded(Writes, compile=None)
+    model.how = how
+    with pytest.raises(RuntimeError, match=r"written to inside forward|modified inplace"):
+        call(torch.ones(4, 4))
 
 
 def test_an_option_that_does_not_exist_is_refused():

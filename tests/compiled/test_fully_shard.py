@@ -95,6 +95,34 @@ def test_the_class_keeps_its_name_and_isinstance():
         _ = model.head.wait
 
 
+@on_ranks(2)
+def test_units_and_parameters_have_the_names_of_the_outermost_module():
+    model = models.build(models.Uneven)
+    for layer in model.layers:
+        vc.fully_shard(layer)
+    vc.fully_shard(model)
+    assert unit_names(model) == ["(root)", "layers.0", "layers.1"]
+    names = {slot.name for buffer in buffers_in(model) for slot in buffer.slots}
+    assert names == {name for name, _ in model.named_parameters()}
+
+
+@on_ranks(2)
+def test_a_tie_holds_when_one_side_is_sharded_first():
+    model = models.build(models.Uneven)
+    model.head = nn.Linear(13, 11, bias=False)
+    model.head.weight = model.embed.weight
+    vc.fully_shard(model.embed)
+    vc.fully_shard(model)
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.head.weight, vc.RaggedDTensor)
+
+
+@on_ranks(2)
+def test_elements_of_a_list_in_a_list_are_units():
+    model = nn.Sequential(nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Linear(2, 2)]))
+    assert unit_names(vc.fully_shard(model)) == ["0.0.0", "0.0.1", "0.1"]
+
+
 # State
 
 
@@ -181,7 +209,10 @@ def test_a_compiled_model_converts_and_trains_on():
     data = models.batches(2, 11)
     models.train(call, model.parameters(), data[:1])
     model.double()
-    assert models.train(call, model.parameters(), data[1:])[0] > 0
+    losses = models.train(call, model.parameters(), data[1:])
+    whole, _ = models.train_unsharded(models.Uneven, data[:1])
+    whole.double()
+    assert losses[0] == pytest.approx(whole(*data[1]).item(), rel=1e-12)
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
@@ -196,6 +227,27 @@ def test_deepcopy_gives_a_model_of_its_own():
     assert twin(*data[0]).item() != before
 
 
+@on_ranks(2)
+def test_what_would_replace_a_sharded_parameter_is_refused():
+    model = vc.fully_shard(models.build(models.Uneven))
+    with pytest.raises(RuntimeError, match=r"'weight' of this Linear is sharded.*copy_\(full_tensor\)"):
+        model.head.weight = nn.Parameter(torch.ones(11, 13))
+    with pytest.raises(RuntimeError, match="Leave assign out"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    strangers = {name: param * 1 for name, param in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="fully_shard did not make it"):
+        torch.func.functional_call(model, strangers, models.batches(1, 11)[0])
+
+
+@on_ranks(2)
+def test_a_state_dict_with_the_parameters_themselves_can_be_saved(tmp_path):
+    model = vc.fully_shard(models.build(models.Uneven))
+    path = tmp_path / f"{dist.get_rank()}.pt"
+    torch.save(model.state_dict(keep_vars=True), path)
+    loaded = torch.load(path, weights_only=False)
+    assert torch.equal(loaded["head.weight"].to_local(), model.head.weight.to_local())
+
+
 # Errors
 
 
@@ -206,6 +258,12 @@ def small() -> nn.Module:
 def compiled_in_place() -> nn.Module:
     model = small()
     model[0].compile()
+    return model
+
+
+def patched() -> nn.Module:
+    model = small()
+    model[0].forward = lambda x: x
     return model
 
 
@@ -224,6 +282,7 @@ def test_without_a_process_group():
             "fully_shard first, then torch.compile",
         ),
         (lambda: vc.fully_shard(compiled_in_place()), RuntimeError, "0 was compiled already"),
+        (lambda: vc.fully_shard(patched()), ValueError, "0 has a forward of its own, set on the instance"),
         (lambda: vc.fully_shard(nn.ReLU()), ValueError, r"fully_shard\(ReLU\): no parameters left to shard"),
         (lambda: vc.fully_shard(nn.ModuleList([small()])), ValueError, "each of its elements"),
         (lambda: vc.fully_shard([small()]), TypeError, "give an nn.Module"),

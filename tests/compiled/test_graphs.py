@@ -70,6 +70,18 @@ def test_dumps_are_numbered_in_the_order_of_the_passes(tmp_path):
     ]
 
 
+@on_ranks(2)
+def test_the_backward_is_verified_before_the_forward_runs(tmp_path):
+    torch._dynamo.reset()
+    os.environ["VESCALE_DUMP"] = str(tmp_path)
+    try:
+        _, call = models.sharded(models.Uneven)
+        call(*models.batches(1, 11)[0])
+    finally:
+        del os.environ["VESCALE_DUMP"]
+    assert len(list(tmp_path.glob(f"rank{dist.get_rank()}/*/*-backward-after-verify.py"))) == 1
+
+
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_ranks(2, deadline_s=300)
 def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowering):

@@ -41,7 +41,21 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         RaggedShardError: the operation needs elements that this rank does not hold, or mixes layouts.
     """
-    return _handler(func)(func, args, kwargs)
+    result = _handler(func)(func, args, kwargs)
+    if func._schema.is_mutable:
+        torch.autograd.graph.increment_version(_written_locals(func, args, kwargs))
+    return result
+
+
+def _written_locals(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Locals that `func` wrote to. Below autograd nothing else counts the write, and who kept a copy must know."""
+    values = [
+        args[i] if i < len(args) else kwargs.get(arg.name)
+        for i, arg in enumerate(func._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    ]
+    tensors = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
+    return [t._local_tensor for t in tensors if isinstance(t, RaggedDTensor) and not t._local_tensor.is_inference()]
 
 
 @functools.cache
