@@ -30,6 +30,7 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) -m mypy bench
 
 # Running each candidate tells a Python from a version manager's shim for one that is not installed.
 # torch comes first, so that the version above is the one the package is installed beside.
