@@ -16,6 +16,8 @@ from vescale_compile import train_command
 from vescale_compile.examples.text import standard_library
 from vescale_compile.examples.training import learning_rate
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 DEADLINE_S = 600
 TINY = ("--model", "tiny", "--seq", "32", "--device", "cpu", "--threads", "1", "--sample", "8")
 DDP = ("--backend", "eager", "--ddp")
@@ -88,7 +90,6 @@ def test_torchrun_trains_as_local_processes_do(two_ranks: dict[str, Any], text: 
     assert report["sample"] == two_ranks["sample"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [("--ranks", "1", "--batch", "8"), ("--ranks", "1", "--batch", "2", "--accumulate", "4")],
@@ -101,7 +102,6 @@ def test_one_rank_learns_what_two_ranks_learn(
     assert losses(report) == pytest.approx(losses(two_ranks), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_ddp_accumulates_without_reducing(two_ranks: dict[str, Any], text: Path, tmp_path: Path) -> None:
     options = ("--ranks", "2", "--batch", "2", "--accumulate", "2", "--steps", "30", "--log-every", "5")
     report = trained(text, tmp_path, *DDP, *options)
@@ -118,7 +118,6 @@ def replicated(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return trained(text, tmp_path_factory.mktemp("ddp"), *SHARDED_AND_REPLICATED, *backend)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -140,7 +139,6 @@ def test_a_sharded_model_learns_what_a_replicated_one_learns(
     assert report["validation_loss"] == pytest.approx(replicated["validation_loss"], rel=tolerance)
 
 
-@pytest.mark.slow
 def test_parameters_in_bf16_change_the_losses_by_rounding(
     replicated: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
@@ -150,7 +148,6 @@ def test_parameters_in_bf16_change_the_losses_by_rounding(
     assert losses(report) != pytest.approx(losses(replicated), rel=1e-6)
 
 
-@pytest.mark.slow
 def test_a_sharded_model_accumulates_as_a_replicated_one_does(text: Path, tmp_path: Path) -> None:
     options = (*SHARDED_AND_REPLICATED, "--accumulate", "2")
     sharded = trained(text, tmp_path, *options, "--lowering", "eager")
@@ -174,7 +171,6 @@ def test_graphs_are_dumped_for_every_rank_and_the_folder_is_printed(text: Path, 
     assert dumped[0] == dumped[1]
 
 
-@pytest.mark.slow
 def test_time_ends_a_run(text: Path, tmp_path: Path) -> None:
     options = ("--ranks", "1", "--batch", "2", "--steps", "100000", "--seconds", "0.1", "--log-every", "2")
     report = trained(text, tmp_path, "--backend", "eager", *options)

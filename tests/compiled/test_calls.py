@@ -13,6 +13,8 @@ from torch import nn
 
 import vescale_compile as vc
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 def unsharded(model: models.Model = models.Uneven, backend: str = "aot_eager"):
     built = models.build(model)

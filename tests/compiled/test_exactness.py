@@ -23,7 +23,7 @@ def compare(name: str, lowering: str | None, reference: str | None, vocab: int, 
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_ten_adamw_steps_are_bit_equal_on_two_ranks(name, reshard):
     assert compare(name, "eager", "aot_eager", 64, reshard_after_forward=reshard) == (0.0, 0.0)
@@ -34,6 +34,7 @@ def test_uneven_sizes_are_bit_equal_on_two_ranks():
     assert compare("Uneven", "eager", "aot_eager", 11) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 @on_ranks(3, 4)
 def test_uneven_sizes_on_more_ranks_are_within_rounding():
     loss, params = compare("Uneven", "eager", "aot_eager", 11)

@@ -1,6 +1,7 @@
 """The four fields of MixedPrecisionPolicy."""
 
 import models
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
@@ -8,6 +9,8 @@ from test_graphs import dump_of_one_step, final
 from torch import nn
 
 import vescale_compile as vc
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -11,6 +11,8 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 class Base(nn.Module):
     """Two Linear layers in a module list, and a loss."""

@@ -1,8 +1,8 @@
 """``python -m vescale_compile plan``."""
 
 import argparse
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,11 +157,15 @@ def test_a_file_that_is_no_model_config_is_refused(capsys: pytest.CaptureFixture
     assert "no model_type in it" in capsys.readouterr().err
 
 
-def test_plot_writes_a_file_or_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plot_writes_a_picture(tmp_path: Path) -> None:
     file = tmp_path / "padding.png"
-    status = plan("--model", "llama-3-70b", "--world", "8", "64", "--plot", str(file))
-    if importlib.util.find_spec("matplotlib") is None:
-        assert status == 2
-        assert "--plot needs matplotlib: pip install 'vescale-compile[plot]'" in capsys.readouterr().err
-    else:
-        assert status == 0 and file.stat().st_size > 0
+    assert plan("--model", "llama-3-70b", "--world", "8", "64", "--plot", str(file)) == 0
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5000
+
+
+def test_plot_says_when_matplotlib_is_missing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plan("--model", "llama-3-70b", "--world", "8", "--plot", str(tmp_path / "p.png")) == 2
+    assert "--plot needs matplotlib: pip install 'vescale-compile[plot]'" in capsys.readouterr().err

@@ -13,6 +13,8 @@ from vescale_compile.planner.layout import Item, earliest_start, place_in_order
 from vescale_compile.planner.order import exact_order, greedy_order
 from vescale_compile.planner.search import search
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 small = st.lists(items(16), min_size=1, max_size=5)
 worlds = st.integers(1, 6)
 alignments = st.sampled_from([1, 2, 4])

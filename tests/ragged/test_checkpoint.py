@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from vescale_compile.ragged.checkpoint import run_to_boxes
 from vescale_compile.ragged.placement import RaggedShard
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 SHAPE = (6, 5, 2)
 FULL = torch.arange(60.0).reshape(SHAPE)
 

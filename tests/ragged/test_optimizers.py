@@ -14,6 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 SHAPES = [(5, 3), (7,), (1, 2, 4), ()]
 STEPS = 3
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, fake_world, on_ranks, run_on_ranks
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 def sum_of_ranks(offset: int) -> tuple[int, torch.Tensor]:
     total = torch.tensor(dist.get_rank() + offset)

@@ -12,6 +12,8 @@ from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShard
 from vescale_compile.ragged.redistribute import to_ragged
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 c10d = torch.ops.c10d_functional
 
 
