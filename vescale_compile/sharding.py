@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from . import stale_optimizers
 from .planner import BufferPlan, Granularity, TensorSpec, plan_unit
 from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
@@ -42,7 +43,7 @@ def fully_shard(
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the
-    optimizer afterwards.
+    optimizer afterwards: a step of one that was built before raises RuntimeError.
 
     Args:
         module: sharded in place. Parameters may be on the meta device; call ``to_empty`` and initialize
@@ -82,6 +83,7 @@ def fully_shard(
     for members in units:
         _shard_unit(members, places, mesh, reshard_after_forward, policy, granularity, root=module)
     _name_buffers(module)
+    stale_optimizers.watch()
     return module
 
 

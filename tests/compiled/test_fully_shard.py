@@ -240,6 +240,16 @@ def test_what_would_replace_a_sharded_parameter_is_refused():
 
 
 @on_ranks(2)
+def test_an_optimizer_built_before_is_refused_at_its_first_step():
+    model = models.build(models.Uneven)
+    optimizer = models.adamw(model.parameters())
+    vc.fully_shard(model)
+    model(*models.batches(1, 11)[0]).backward()
+    with pytest.raises(RuntimeError, match=rf"\[rank {dist.get_rank()}\] AdamW: 11 of its 11 .* after fully_shard"):
+        optimizer.step()
+
+
+@on_ranks(2)
 def test_a_state_dict_with_the_parameters_themselves_can_be_saved(tmp_path):
     model = vc.fully_shard(models.build(models.Uneven))
     path = tmp_path / f"{dist.get_rank()}.pt"
