@@ -71,10 +71,6 @@ class GraphUnit:
     comm: CommSpec
     reshard_after_forward: bool
 
-    @property
-    def trainable(self) -> bool:
-        return any(view.trainable for view in self.views)
-
 
 @dataclass(frozen=True)
 class ParamInput:

@@ -60,7 +60,7 @@ def vescale(
     captured = capture(gm, example_inputs)
     if captured is None:
         return _compile_unsharded(gm, example_inputs, read)
-    agree_on_buffers([unit.buffer for unit in captured.units], deadline_s=read.deadline)
+    agree_on_buffers(captured.buffers, deadline_s=read.deadline)
     dump = GraphDump(captured.context.rank)
     run_stage(
         Stage.CAPTURED,
@@ -80,10 +80,12 @@ def _flat_examples(context: CompileContext) -> list[Any]:
 
 
 def _lower_inductor(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -> Callable[..., Any]:
+    context = captured.context  # not the capture: what is compiled must not keep the model's buffers
+
     def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
         part = Part.BACKWARD if kwargs.get("is_backward") else part
-        _run_partitioned(gm, captured.context, part, dump)
+        _run_partitioned(gm, context, part, dump)
         return inductor_compile_inner(gm, inputs, **kwargs)
 
     return inductor_compile(
@@ -95,8 +97,10 @@ def _lower_inductor(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -
 
 
 def _lower_eager(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -> Callable[..., Any]:
+    context = captured.context
+
     def finish(gm: fx.GraphModule, inputs: Sequence[Any], *, part: Part) -> Callable[..., Any]:
-        _run_partitioned(gm, captured.context, part, dump)
+        _run_partitioned(gm, context, part, dump)
         return run_boxed(gm)
 
     return aot_compile(

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from .passes.context import CompileContext, GraphUnit, ParamInput
 from .ragged.dtensor import RaggedDTensor
-from .runtime.boundary import Binding, binding_of, bound
+from .runtime.boundary import Binding, bound
 from .runtime.buffer import FlatBuffer
 from .torch_internals import copy_capture_marks, tracing_fake_mode
 
@@ -23,19 +23,15 @@ class CapturedUnit:
 
     Attributes:
         graph: what the passes know of it.
-        buffer: the buffer at capture; a later call of the graph may bring another, laid out alike.
+        layout: of the buffer at capture; a later call of the graph may bring another, laid out alike.
         positions: of the parameters among the arguments, in the order of ``graph.views``.
         indices: of the same parameters in the buffer.
     """
 
     graph: GraphUnit
-    buffer: FlatBuffer
+    layout: str
     positions: tuple[int, ...]
     indices: tuple[int, ...]
-
-    @property
-    def layout(self) -> str:
-        return self.buffer.layout
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,14 @@ class Capture:
         gm: a copy of Dynamo's graph, for the passes to edit: Dynamo reads its own after the backend returned.
         context: what the passes read.
         units: the sharded parameters that the graph reads, by unit, in the order of ``context.units``.
+        buffers: the units' buffers; not in the units, so that compiled graphs don't keep a model's memory.
         others: positions of the arguments that are no sharded parameters.
     """
 
     gm: fx.GraphModule
     context: CompileContext
     units: tuple[CapturedUnit, ...]
+    buffers: tuple[FlatBuffer, ...]
     others: tuple[int, ...]
 
 
@@ -66,14 +64,14 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture | None
     units = tuple(
         CapturedUnit(
             _graph_unit(ordinal, buffer, [example_inputs[i] for i in members]),
-            buffer,
+            buffer.layout,
             tuple(members),
             tuple(bindings[i].slot for i in members),
         )
         for ordinal, (buffer, members) in enumerate(positions.items())
     )
     params = {
-        position: ParamInput(ordinal, view, unit.buffer.slots[bindings[position].slot].name)
+        position: ParamInput(ordinal, view, bindings[position].buffer.slots[bindings[position].slot].name)
         for ordinal, unit in enumerate(units)
         for view, position in enumerate(unit.positions)
     }
@@ -81,6 +79,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture | None
         gm=_copy(gm),
         context=CompileContext(dist.get_rank(), tuple(unit.graph for unit in units), params),
         units=units,
+        buffers=tuple(positions),
         others=tuple(i for i in range(len(example_inputs)) if i not in bindings),
     )
 
@@ -98,11 +97,7 @@ def _by_first_use(gm: fx.GraphModule, bindings: dict[int, Binding]) -> list[int]
 
 
 def _graph_unit(ordinal: int, buffer: FlatBuffer, params: Sequence[Tensor]) -> GraphUnit:
-    views = tuple(
-        buffer.view_of(binding.slot, trainable=param.requires_grad)
-        for param in params
-        if (binding := binding_of(param))
-    )
+    views = tuple(buffer.view_of(bound(param).slot, trainable=param.requires_grad) for param in params)
     needs_grad = torch.is_grad_enabled() and any(view.trainable for view in views)
     reduces = buffer.sync.in_graph or not needs_grad
     with tracing_fake_mode():

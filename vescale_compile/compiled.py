@@ -60,5 +60,5 @@ def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> FlatBuffer
 def check_agreement(captured: Capture, deadline: float) -> None:
     """Compares the compiled graph's collectives with the other ranks'."""
     lines = [f"{part.value}: {line}" for part, lines in captured.context.collectives.items() for line in lines]
-    for group in dict.fromkeys(unit.buffer.group for unit in captured.units):
+    for group in dict.fromkeys(buffer.group for buffer in captured.buffers):
         agree_on_graph(group, lines, deadline_s=deadline)
