@@ -10,7 +10,9 @@ captured       bind         parameters → one flat input for each unit, gathere
 (AOTAutograd)               derives the backward: pack and reduce-scatter, one for each unit
 joint          reshard      says which gathers the backward repeats and which results it keeps
 (partitioner)               cuts the joint graph into forward and backward
-partitioned    expand       each collective → a launch and a wait of PyTorch's functional collectives
+partitioned    expand       each collective → a buffer, a launch and a wait
+partitioned    sink         gradients are written where they will be reduced
+partitioned    assign       buffers → slots of static memory, by their lifetimes
 partitioned    verify       proves what must hold before anything runs
 =============  ===========  =============================================================================
 
@@ -24,11 +26,13 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from .assign import assign
 from .bind import bind
 from .context import CompileContext, Pass, Stage
 from .expand import expand
 from .hoist import hoist
 from .reshard import reshard
+from .sink import sink
 from .verify import verify
 
 PIPELINE: tuple[Pass, ...] = (
@@ -51,7 +55,14 @@ PIPELINE: tuple[Pass, ...] = (
         requires=frozenset({"flat inputs"}),
         provides=frozenset({"launches and waits"}),
     ),
-    Pass(Stage.PARTITIONED, verify, requires=frozenset({"launches and waits"})),
+    Pass(Stage.PARTITIONED, sink, provides=frozenset({"gradients in place"})),
+    Pass(
+        Stage.PARTITIONED,
+        assign,
+        requires=frozenset({"launches and waits", "gradients in place"}),
+        provides=frozenset({"slots"}),
+    ),
+    Pass(Stage.PARTITIONED, verify, requires=frozenset({"launches and waits", "slots"})),
 )
 
 Observer = Callable[[str, fx.GraphModule], None]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ..runtime.pool import SlotSpec
 from ..runtime.unshard import CommSpec, ParamView
 
 
@@ -26,6 +27,13 @@ class Part(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     INFERENCE = "inference"
+
+
+class Lowering(enum.Enum):
+    """What runs the final graphs."""
+
+    INDUCTOR = "inductor"  # generated code
+    EAGER = "eager"  # the graphs as they are, operator by operator
 
 
 class Role(enum.Enum):
@@ -47,8 +55,40 @@ class Comm:
     unit: int  # ordinal in CompileContext.units
 
 
+class Use(enum.Enum):
+    """What a communication buffer holds."""
+
+    PARAMETERS = "gathered parameters"  # [world_size * S]
+    GRADIENTS = "gradients"  # [world_size * S]
+    REDUCED = "reduced gradients"  # [S]
+    SCRATCH = "scratch of a reduction"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """What a node is whose result is communication memory, under ``node.meta["vescale"]``."""
+
+    use: Use
+    unit: int
+
+
 def comm_of(node: fx.Node) -> Comm | None:
-    return node.meta.get("vescale")
+    mark = node.meta.get("vescale")
+    return mark if isinstance(mark, Comm) else None
+
+
+def buffer_of(node: fx.Node) -> Buffer | None:
+    mark = node.meta.get("vescale")
+    return mark if isinstance(mark, Buffer) else None
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a node is that copies a gradient into its place, under ``node.meta["vescale"]``."""
+
+    unit: int
+    param: int  # index among the unit's views
+    why: str
 
 
 @dataclass(frozen=True)
@@ -87,22 +127,26 @@ class CompileContext:
 
     Attributes:
         rank: this process's rank, for messages.
+        lowering: what will run the graphs.
         units: units in the order in which the graph first needs them.
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
         collectives: each verified graph's collectives, in order, one line each.
+        slots: each graph's static memory, in the order of the inputs that the assign pass appends.
         part: which graph the partitioned passes are working on.
     """
 
     rank: int
+    lowering: Lowering
     units: tuple[GraphUnit, ...]
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0
     collectives: dict[Part, list[str]] = field(default_factory=dict)
+    slots: dict[Part, tuple[SlotSpec, ...]] = field(default_factory=dict)
     part: Part | None = None
 
 

@@ -1,61 +1,57 @@
-"""Replaces the package's operators by PyTorch's.
+"""Replaces each collective by a buffer, a launch into it or out of it, and a wait.
 
-A collective becomes a launch and a wait of PyTorch's functional collectives, next to each other: two nodes,
-each with a :class:`Comm`. Packing becomes a concatenation.
+An all-gather becomes memory for the unsharded parameters, which everything that read its result now reads; a
+reduce-scatter becomes memory for this rank's part, and for what the reduction needs besides. A gather takes the
+shard in its own dtype: the cast to the buffer's, if there is one, is the collective's, into this rank's place there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import fx
 
 from ..runtime import ops
-from ..torch_internals import lowering_decompositions
-from .context import ALL_GATHER, REDUCE_SCATTER, Comm, CompileContext, Role
+from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Role, Use
+from .edit import allocate, call
 
-_functional = torch.ops._c10d_functional
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def expand(gm: fx.GraphModule, context: CompileContext) -> None:
     for node in list(gm.graph.nodes):
         if node.target is ops.all_gather:
-            shard, unit, world_size, group = node.args
-            gather = _functional.all_gather_into_tensor.default
-            _replace(node, gather, (shard, world_size, group), Comm(ALL_GATHER, Role.LAUNCH, unit))
+            _expand_gather(node, context)
         elif node.target is ops.reduce_scatter:
-            full, unit, reduce_op, world_size, group = node.args
-            reduce = _functional.reduce_scatter_tensor.default
-            args = (full, reduce_op, world_size, group)
-            _replace(node, reduce, args, Comm(REDUCE_SCATTER, Role.LAUNCH, unit))
-        elif node.target is ops.pack:
-            grads, *layout = node.args
-            _inline(node, lambda *grads, layout=layout: ops.pack_by_cat(grads, *layout), grads)
+            _expand_reduction(node, context)
 
 
-def _replace(node: fx.Node, target: OpOverload, args: tuple[Any, ...], comm: Comm) -> None:
-    graph = node.graph
+def _expand_gather(node: fx.Node, context: CompileContext) -> None:
+    graph, value = node.graph, node.meta["val"]
+    args: tuple[Any, ...] = node.args
+    source, unit, _, group = args
+    shard = source.args[0] if source.target in CASTS else source
     with graph.inserting_before(node):
-        launch = graph.call_function(target, args)
-        wait = graph.call_function(_functional.wait_tensor.default, (launch,))
-    launch.meta = {**node.meta, "vescale": comm}
-    wait.meta = {**node.meta, "vescale": replace(comm, role=Role.WAIT)}
-    node.replace_all_uses_with(wait)
+        full = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit))
+        call(graph, ops.start_all_gather, shard, full, unit, group, mark=Comm(ALL_GATHER, Role.LAUNCH, unit))
+        call(graph, ops.wait_all_gather, full, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
+    node.replace_all_uses_with(full)
     graph.erase_node(node)
+    if shard is not source and not source.users:
+        graph.erase_node(source)
 
 
-def _inline(node: fx.Node, function: Callable[..., Tensor], inputs: Sequence[fx.Node]) -> None:
-    """Replaces ``node`` by the aten operators that ``function`` calls on ``inputs``."""
-    values = [arg.meta["val"] for arg in inputs]
-    with values[0].fake_mode:  # or zeros would be real tensors in the graph
-        traced = make_fx(function, decomposition_table=lowering_decompositions())(*values)
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    with node.graph.inserting_before(node):
-        result = node.graph.graph_copy(traced.graph, dict(zip(placeholders, inputs, strict=True)))
-    node.replace_all_uses_with(cast(fx.Node, result))
-    node.graph.erase_node(node)
+def _expand_reduction(node: fx.Node, context: CompileContext) -> None:
+    graph, value = node.graph, node.meta["val"]
+    args: tuple[Any, ...] = node.args
+    full, unit, group, replicas = args
+    with graph.inserting_before(node):
+        shard = allocate(graph, value.numel(), like=value, mark=Buffer(Use.REDUCED, unit))
+        needed = context.units[unit].comm.reduce_scratch
+        scratch = allocate(graph, needed, like=value, mark=Buffer(Use.SCRATCH, unit))
+        launch, wait = (Comm(REDUCE_SCATTER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
+        call(graph, ops.start_reduce_scatter, full, shard, scratch, unit, group, replicas, mark=launch)
+        call(graph, ops.wait_reduce_scatter, full, shard, scratch, unit, mark=wait)
+    node.replace_all_uses_with(shard)
+    graph.erase_node(node)

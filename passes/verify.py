@@ -1,83 +1,173 @@
 """Proves, on each final graph, what must hold before it runs. Raises GraphError at the first breach.
 
-1. A gathered buffer is read only after its wait, and nothing is written to it; nothing is written to a
-   gradient buffer once its reduce-scatter is launched.
-2. A collective has one launch and one wait. In a forward, a unit that is resharded is released: no output
-   keeps its gathered buffer alive. A unit is gathered at most once in each graph, and its gradient is reduced
-   in the backward exactly as often as the joint graph reduced it: once.
-3. The order, sizes and dtypes of the collectives are recorded, for the comparison across ranks.
+1. A gathered buffer is read only after its wait, and nothing is written to it; nothing is written to a gradient
+   buffer once its reduce-scatter is launched.
+2. A slot is given to another buffer only when no collective is in flight on it, and nothing reads the buffer that
+   was there any more.
+3. A collective has one launch and one wait. A unit is gathered at most once in each graph, and its gradient is
+   reduced in the backward exactly as often as the joint graph reduced it: once. In a forward, a unit that is
+   resharded is released: no output keeps its gathered buffer alive.
+4. The order, sizes and dtypes of the collectives are recorded, for the comparison across ranks.
+5. Nothing stands between a shard and its gather, nor between a reduction and the gradient it returns, but a cast to
+   the shard's dtype; and what is reduced is the buffer that gradients were written to.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 
-import torch
 from torch import fx
 
+from .aliases import base_of, is_view, written_by
 from .context import (
     ALL_GATHER,
     REDUCE_SCATTER,
+    Buffer,
     Comm,
     CompileContext,
     Part,
     Role,
+    Use,
+    buffer_of,
     comm_of,
     fail,
 )
-
-_COLLECTIVES = torch.ops._c10d_functional
+from .expand import CASTS
 
 
 def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     part = context.part
     assert part is not None
-    launches = _check_pairs(gm.graph, context)
-    _check_writes(gm.graph, context)
+    launches = _Execution(context).check(gm.graph)
     _check_counts(launches, part, context)
-    if part is Part.FORWARD:
-        _check_released(gm.graph, context)
     context.collectives[part] = [_line(node, comm) for node, comm in launches]
 
 
-def _check_pairs(graph: fx.Graph, context: CompileContext) -> list[tuple[fx.Node, Comm]]:
-    """Every collective of ours is a launch read by one wait, of the same unit and kind."""
-    launches = []
-    for node in graph.nodes:
-        comm = comm_of(node)
-        if comm is None:
-            if any((c := comm_of(arg)) and c.role is Role.LAUNCH for arg in node.all_input_nodes):
-                fail(context, node, "a collective's result is read before its wait")
-        elif comm.role is Role.LAUNCH:
-            waits = [user for user in node.users if comm_of(user) == Comm(comm.kind, Role.WAIT, comm.unit)]
-            if len(waits) != 1:
-                name = context.units[comm.unit].name
-                fail(context, node, f"{comm.kind} of unit {name} has {len(waits)} waits; it must have one")
-            launches.append((node, comm))
-        elif not any((c := comm_of(arg)) and c.role is Role.LAUNCH for arg in node.all_input_nodes):
-            fail(context, node, "a wait for no launch")
-    return launches
+class _State(enum.Enum):
+    UNDEFINED = "undefined"
+    READY = "ready"
+    IN_FLIGHT = "in flight"
+    SPENT = "spent"
 
 
-def _check_writes(graph: fx.Graph, context: CompileContext) -> None:
-    """Nothing is written to a gathered buffer, nor to a gradient buffer in flight or reduced."""
-    bases: dict[fx.Node, fx.Node] = {}  # a view → the node whose memory it is
-    guarded: dict[fx.Node, str] = {}  # memory → why it must not be written
-    for node in graph.nodes:
-        bases[node] = _base(node, bases)
-        for written in _written(node):
-            if reason := guarded.get(bases[written]):
-                fail(context, node, f"writes to {reason}")
-        comm = comm_of(node)
-        if comm is None or comm.role is not Role.LAUNCH:
-            continue
-        name = context.units[comm.unit].name
+class _Execution:
+    """Runs through a graph and follows what each piece of communication memory holds."""
+
+    def __init__(self, context: CompileContext) -> None:
+        self.context = context
+        self.bases: dict[fx.Node, fx.Node] = {}
+        self.held: dict[fx.Node, tuple[fx.Node, _State]] = {}  # memory → the buffer in it
+
+    def check(self, graph: fx.Graph) -> list[tuple[fx.Node, Comm]]:
+        """Returns the launches of collectives, in order."""
+        launches = []
+        for node in graph.nodes:
+            self.bases[node] = base_of(node, self.bases)
+            comm = comm_of(node)
+            if node.op == "output":
+                self._check_kept(node)
+            if comm is None:
+                self._compute(node)
+            elif comm.role is Role.LAUNCH:
+                self._launch(node, comm)
+                launches.append((node, comm))
+            else:
+                self._wait(node, comm)
+        for buffer, state in self.held.values():
+            if state is _State.IN_FLIGHT and self._mark(buffer).use in (Use.PARAMETERS, Use.GRADIENTS):
+                fail(self.context, buffer, f"the collective on the {self._name(buffer)} has no wait")
+        return launches
+
+    def _launch(self, node: fx.Node, comm: Comm) -> None:
+        source, *targets = (self.bases[arg] for arg in node.all_input_nodes)
         if comm.kind == ALL_GATHER:
-            guarded[node] = f"the gathered parameters of unit {name}"
+            if source.op != "placeholder":
+                fail(self.context, node, "what is gathered is not the shard itself but was computed from it")
         else:
-            guarded[bases[node.all_input_nodes[0]]] = (
-                f"the gradient buffer of unit {name}, whose reduction was launched before"
-            )
+            if buffer_of(source) is None:
+                fail(self.context, node, "what is reduced is not the buffer that gradients are written to")
+            self._check_holds(source, node)
+            targets.append(source)
+        for target in targets:
+            if self._state(target)[1] is _State.IN_FLIGHT:
+                fail(self.context, node, f"the {self._name(target)} get memory on which a collective is in flight")
+            self.held[self._memory(target)] = (target, _State.IN_FLIGHT)
+
+    def _wait(self, node: fx.Node, comm: Comm) -> None:
+        for buffer in (self.bases[arg] for arg in node.all_input_nodes):
+            if self._state(buffer) != (buffer, _State.IN_FLIGHT):
+                fail(
+                    self.context, node, f"a wait for no launch: no collective is in flight on the {self._name(buffer)}"
+                )
+            spent = self._mark(buffer).use in (Use.GRADIENTS, Use.SCRATCH)
+            self.held[self._memory(buffer)] = (buffer, _State.SPENT if spent else _State.READY)
+
+    def _compute(self, node: fx.Node) -> None:
+        if is_view(node):
+            return
+        written = [self.bases[arg] for arg in written_by(node)]
+        for arg in node.all_input_nodes:
+            buffer = self.bases[arg]
+            mark = buffer_of(buffer)
+            if mark is None:
+                continue
+            if buffer in written:
+                self._check_writable(buffer, mark, node)
+                self.held[self._memory(buffer)] = (buffer, _State.READY)
+            self._check_holds(buffer, node)
+            if mark.use is Use.REDUCED and node.op != "output" and node.target not in CASTS:
+                fail(
+                    self.context, node, f"the {self._name(buffer)} are moved or computed with before they are returned"
+                )
+
+    def _check_writable(self, buffer: fx.Node, mark: Buffer, node: fx.Node) -> None:
+        holder, state = self._state(buffer)
+        if mark.use is not Use.GRADIENTS:
+            fail(self.context, node, f"writes to the {self._name(buffer)}")
+        if holder is buffer and state in (_State.IN_FLIGHT, _State.SPENT):
+            fail(self.context, node, f"writes to the {self._name(buffer)}, whose reduction was launched before")
+        if state is _State.IN_FLIGHT:
+            fail(self.context, node, f"writes to memory on which a collective is in flight: {self._name(holder)}")
+
+    def _check_holds(self, buffer: fx.Node, node: fx.Node) -> None:
+        holder, state = self._state(buffer)
+        if holder is not buffer:
+            fail(self.context, node, f"reads the {self._name(buffer)}, whose memory holds the {self._name(holder)}")
+        if state is _State.IN_FLIGHT:
+            fail(self.context, node, f"the {self._name(buffer)} are read before the wait of their collective")
+        if state is not _State.READY:
+            why = "after they were reduced" if state is _State.SPENT else "before anything was written there"
+            fail(self.context, node, f"the {self._name(buffer)} are read {why}")
+
+    def _check_kept(self, output: fx.Node) -> None:
+        """Nothing kept for the backward is memory that a resharded unit was gathered into."""
+        outputs = output.args[0]
+        if self.context.part is not Part.FORWARD or not isinstance(outputs, list | tuple):
+            return
+        for kept in outputs[self.context.results :]:
+            mark = buffer_of(self.bases[kept]) if isinstance(kept, fx.Node) else None
+            if mark and mark.use is Use.PARAMETERS and self.context.units[mark.unit].reshard_after_forward:
+                name = self.context.units[mark.unit].name
+                fail(self.context, output, f"unit {name} is resharded after forward, but its parameters are kept")
+
+    def _memory(self, buffer: fx.Node) -> fx.Node:
+        """A slot, or memory of the buffer's own."""
+        inputs = buffer.all_input_nodes
+        return inputs[0] if inputs else buffer
+
+    def _state(self, buffer: fx.Node) -> tuple[fx.Node, _State]:
+        """What lies in the buffer's memory; the buffer itself, undefined, if nothing ever did."""
+        return self.held.get(self._memory(buffer), (buffer, _State.UNDEFINED))
+
+    def _mark(self, buffer: fx.Node) -> Buffer:
+        mark = buffer_of(buffer)
+        assert mark is not None
+        return mark
+
+    def _name(self, buffer: fx.Node) -> str:
+        mark = self._mark(buffer)
+        return f"{mark.use.value} of unit {self.context.units[mark.unit].name}"
 
 
 def _check_counts(launches: list[tuple[fx.Node, Comm]], part: Part, context: CompileContext) -> None:
@@ -97,52 +187,6 @@ def _check_counts(launches: list[tuple[fx.Node, Comm]], part: Part, context: Com
             )
 
 
-def _check_released(graph: fx.Graph, context: CompileContext) -> None:
-    """Nothing kept for the backward is memory that a resharded unit was gathered into."""
-    bases: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        bases[node] = _base(node, bases)
-        if node.op != "output":
-            continue
-        outputs = node.args[0]
-        assert isinstance(outputs, list | tuple)
-        for kept in outputs[context.results :]:
-            comm = comm_of(bases[kept]) if isinstance(kept, fx.Node) else None
-            if comm and comm.kind == ALL_GATHER and context.units[comm.unit].reshard_after_forward:
-                name = context.units[comm.unit].name
-                fail(context, kept, f"unit {name} is resharded after forward, but its parameters are kept")
-
-
-def _base(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node that made the memory which ``node``'s result lies in."""
-    target = node.target
-    if comm_of(node) is not None and node.all_input_nodes:
-        comm = comm_of(node)
-        assert comm is not None
-        return bases[node.all_input_nodes[0]] if comm.role is Role.WAIT else node
-    if isinstance(target, torch._ops.OpOverload) and node.all_input_nodes:
-        returns = target._schema.returns
-        if returns and returns[0].alias_info is not None:
-            for schema_arg, arg in zip(target._schema.arguments, node.args, strict=False):
-                if schema_arg.alias_info is not None and isinstance(arg, fx.Node):
-                    return bases[arg]
-    return node
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """Arguments that the node's operator writes to."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    written: list[fx.Node] = []
-    for position, schema_arg in enumerate(node.target._schema.arguments):
-        if schema_arg.alias_info is None or not schema_arg.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(schema_arg.name)
-        values = value if isinstance(value, list | tuple) else [value]
-        written.extend(each for each in values if isinstance(each, fx.Node))
-    return written
-
-
 def _line(node: fx.Node, comm: Comm) -> str:
-    value = node.meta["val"]
-    return f"{comm.kind} of unit {comm.unit}: {value.numel()} elements of {value.dtype}"
+    source = node.all_input_nodes[0].meta["val"]
+    return f"{comm.kind} of unit {comm.unit}: {source.numel()} elements of {source.dtype}"

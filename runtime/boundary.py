@@ -122,7 +122,7 @@ class _FlatInput(torch.autograd.Function):
 def _reduce(buffer: FlatBuffer, packed: Tensor) -> Tensor:
     """Averages an unreduced gradient [world_size * S] over the ranks: this rank's [S], in the shard's dtype."""
     comm = buffer.comm()
-    reduced = ops.reduce_scatter(packed, comm.unit, "avg", comm.world_size, comm.group)
+    reduced = ops.reduce_scatter(packed, comm.unit, comm.group, comm.replicas)
     return reduced.to(buffer.shard.dtype)
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import scratch_numel
 from .unshard import CommSpec, ParamView
 
 
@@ -95,6 +96,7 @@ class FlatBuffer:
         shard: [S], this rank's elements.
         slots: the parameters, in the order in which they lie in the buffer.
         group: the process group that the buffer is sharded over.
+        replicas: the ranks that hold the same shard, over which gradients are averaged too (hybrid sharding).
         layout, param_dtype, reduce_dtype: derived; plain attributes, because Dynamo guards on them.
         params: the sharded parameters themselves, one for each slot, once they exist.
         agreed: whether all ranks are known to have the same layout.
@@ -105,6 +107,7 @@ class FlatBuffer:
     shard: Tensor
     slots: tuple[ParamSlot, ...]
     group: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
     policy: CommPolicy
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
@@ -120,7 +123,8 @@ class FlatBuffer:
             if slot.local_start < 0 or slot.local_start + slot.local_numel > limit:
                 raise AssertionError(f"{self.name}: {slot} reaches outside the shard of {limit} elements")
         places = [(slot.shape, slot.offset) for slot in self.slots]
-        text = repr((self.world_size, limit, places, self.policy))
+        groups = [group.group_name for group in (self.group, self.replicas) if group is not None]
+        text = repr((self.world_size, groups, limit, places, self.policy))
         # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal in every process.
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.set_shard(self.shard)
@@ -171,8 +175,10 @@ class FlatBuffer:
             unit=unit,
             world_size=self.world_size,
             group=self.group.group_name,
+            replicas=self.replicas.group_name if self.replicas is not None else "",
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
+            reduce_scratch=scratch_numel(self.shard.numel(), self.shard.device, self.group),
         )
 
     def local(self, flat: Tensor, index: int) -> Tensor:

@@ -36,8 +36,10 @@ class CommSpec(NamedTuple):
     unit: int  # ordinal of the unit's buffer among the inputs of one graph; 0 outside graphs
     world_size: int
     group: str
+    replicas: str  # the group that the reduced gradient is averaged over besides, "" for none
     param_dtype: torch.dtype  # of the gathered buffer
     reduce_dtype: torch.dtype  # of the buffer that is reduced
+    reduce_scratch: int  # elements that a reduction needs besides its input and output
 
 
 def unshard(shard: Tensor, port: Tensor | None, views: Sequence[ParamView], comm: CommSpec) -> tuple[Tensor, ...]:
@@ -86,5 +88,5 @@ class _Unshard(torch.autograd.Function):
         packed = ops.pack(present, offsets, indices, numel, comm.reduce_dtype, comm.unit)
         if not ctx.reduces:
             return None, packed, None, None
-        reduced = ops.reduce_scatter(packed, comm.unit, "avg", comm.world_size, comm.group)
+        reduced = ops.reduce_scatter(packed, comm.unit, comm.group, comm.replicas)
         return reduced.to(ctx.shard_dtype), None, None, None

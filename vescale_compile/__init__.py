@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from . import optim
     from .accumulation import no_sync
     from .planner import Elements, Rows, TensorSpec, Whole, plan_unit
     from .ragged.dtensor import RaggedDTensor
@@ -22,6 +23,7 @@ __all__ = [
     "Whole",
     "fully_shard",
     "no_sync",
+    "optim",
     "plan_unit",
 ]
 
@@ -38,4 +40,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "optim":
+        return importlib.import_module("vescale_compile.optim")
     return getattr(importlib.import_module(_HOMES.get(name, "vescale_compile.planner")), name)

@@ -20,8 +20,9 @@ from .compiled import CompiledGraph, check_agreement
 from .dump import GraphDump
 from .options import Options, read_options
 from .passes import run_stage
-from .passes.context import CompileContext, Part, Stage
+from .passes.context import CompileContext, Lowering, Part, Stage
 from .runtime.agreement import agree_on_buffers
+from .runtime.pool import SlotSpec, with_slots
 from .sharded_module import anything_sharded
 from .torch_internals import (
     WrappedPartitioner,
@@ -57,7 +58,7 @@ def vescale(
     if mode is not None:
         raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
     read = read_options(options)
-    captured = capture(gm, example_inputs)
+    captured = capture(gm, example_inputs, Lowering(read.lowering))
     if captured is None:
         return _compile_unsharded(gm, example_inputs, read)
     agree_on_buffers(captured.buffers, deadline_s=read.deadline)
@@ -69,7 +70,7 @@ def vescale(
         functools.partial(dump.write, stage=Stage.CAPTURED.value),
     )
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
-    lower = {"inductor": _lower_inductor, "eager": _lower_eager}[read.lowering]
+    lower = {Lowering.INDUCTOR: _lower_inductor, Lowering.EAGER: _lower_eager}[captured.context.lowering]
     run = lower(captured, inputs, dump)
     check_agreement(captured, read.deadline)
     return CompiledGraph(captured, run, read.deadline).call
@@ -85,8 +86,9 @@ def _lower_inductor(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -
     def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
         part = Part.BACKWARD if kwargs.get("is_backward") else part
-        _run_partitioned(gm, context, part, dump)
-        return inductor_compile_inner(gm, inputs, **kwargs)
+        slots = _run_partitioned(gm, context, part, dump)
+        examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
+        return with_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
 
     return inductor_compile(
         captured.gm,
@@ -100,8 +102,8 @@ def _lower_eager(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -> C
     context = captured.context
 
     def finish(gm: fx.GraphModule, inputs: Sequence[Any], *, part: Part) -> Callable[..., Any]:
-        _run_partitioned(gm, context, part, dump)
-        return run_boxed(gm)
+        slots = _run_partitioned(gm, context, part, dump)
+        return with_slots(run_boxed(gm), slots)
 
     return aot_compile(
         captured.gm,
@@ -121,9 +123,11 @@ def _partitioner(context: CompileContext, dump: GraphDump) -> WrappedPartitioner
     return WrappedPartitioner(run_joint, identity=repr([unit.reshard_after_forward for unit in context.units]))
 
 
-def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, dump: GraphDump) -> None:
+def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, dump: GraphDump) -> tuple[SlotSpec, ...]:
+    """Runs the passes on one of the final graphs; returns what it wants as inputs besides its own."""
     context.part = part
     run_stage(Stage.PARTITIONED, gm, context, functools.partial(dump.write, stage=part.value))
+    return context.slots[part]
 
 
 def _compile_unsharded(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from .passes.context import CompileContext, GraphUnit, ParamInput
+from .passes.context import CompileContext, GraphUnit, Lowering, ParamInput
 from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import Binding, bound
 from .runtime.buffer import FlatBuffer
@@ -53,7 +53,7 @@ class Capture:
     others: tuple[int, ...]
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture | None:
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], lowering: Lowering) -> Capture | None:
     """Reads the sharded parameters among the example inputs; None if there are none."""
     bindings = {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
     if not bindings:
@@ -77,7 +77,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture | None
     }
     return Capture(
         gm=_copy(gm),
-        context=CompileContext(dist.get_rank(), tuple(unit.graph for unit in units), params),
+        context=CompileContext(dist.get_rank(), lowering, tuple(unit.graph for unit in units), params),
         units=units,
         buffers=tuple(positions),
         others=tuple(i for i in range(len(example_inputs)) if i not in bindings),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import stale_optimizers
-from .planner import BufferPlan, Granularity, TensorSpec, plan_unit
+from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
 from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
 from .runtime.boundary import Binding
@@ -31,7 +31,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
-    granularity: GranularityFn | None = None,
+    granularity: GranularityFn | Sequence[GranularityFn] | None = None,
     quantize: None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
@@ -53,7 +53,8 @@ def fully_shard(
             False keeps them: one gather less, and the memory of the unsharded parameters.
         mp_policy: dtypes of gathers, reductions, inputs and outputs. Sharded parameters keep their own dtype.
         granularity: called with each parameter's name and the parameter; the smallest piece that may not be
-            cut, None for single elements.
+            cut, None for single elements. Optimizers state the one that they need
+            (``vescale_compile.optim.AdamW8bit.granularity``). Of several, in a list, no piece of any is cut.
         quantize: must be None.
         ignored_params: parameters to leave as they are; their gradients are not averaged.
 
@@ -67,6 +68,7 @@ def fully_shard(
         NotImplementedError: ``quantize`` is not None.
     """
     _check_arguments(module, reshard_after_forward, quantize)
+    granularities = _granularities(granularity)
     mesh = _mesh(module, mesh)
     _tie_to_sharded(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
@@ -81,7 +83,7 @@ def fully_shard(
         )
     places = owners(module)
     for members in units:
-        _shard_unit(members, places, mesh, reshard_after_forward, policy, granularity, root=module)
+        _shard_unit(members, places, mesh, reshard_after_forward, policy, granularities, root=module)
     _name_buffers(module)
     stale_optimizers.watch()
     return module
@@ -93,14 +95,14 @@ def _shard_unit(
     mesh: DeviceMesh,
     reshard_after_forward: bool,
     policy: MixedPrecisionPolicy,
-    granularity: GranularityFn | None,
+    granularities: Sequence[GranularityFn],
     *,
     root: nn.Module,
 ) -> None:
     comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward)
     sync = GradientSync()
     plans = [
-        (plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, comm, granularity)
+        (plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, comm, granularities)
     ]
     buffers = []
     for ordinal, (plan, group) in enumerate(plans):
@@ -149,17 +151,24 @@ def _name_buffers(module: nn.Module) -> None:
 
 
 def _plan(
-    params: dict[str, nn.Parameter], mesh: DeviceMesh, policy: CommPolicy, granularity: GranularityFn | None
+    params: dict[str, nn.Parameter], mesh: DeviceMesh, policy: CommPolicy, granularities: Sequence[GranularityFn]
 ) -> tuple[BufferPlan, ...]:
     """Lays one buffer's parameters out; a rank's part is a multiple of 16 bytes in every dtype it travels in."""
     tensors = [
-        TensorSpec(name, tuple(p.shape), p.element_size(), granularity(name, p) if granularity is not None else None)
+        TensorSpec(name, tuple(p.shape), p.element_size(), _granularity(granularities, name, p))
         for name, p in params.items()
     ]
     itemsize = tensors[0].itemsize
     communicated = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
     smallest = min([itemsize, *communicated])
     return plan_unit(tensors, mesh.size(), alignment_bytes=_COLLECTIVE_BYTES * itemsize // smallest).buffers
+
+
+def _granularity(granularities: Sequence[GranularityFn], name: str, param: nn.Parameter) -> Granularity | None:
+    try:
+        return combine([each(name, param) for each in granularities], param.shape)
+    except TypeError as error:
+        raise TypeError(f"fully_shard: parameter {name!r}: {error}") from error
 
 
 @torch.no_grad()
@@ -179,7 +188,7 @@ def _allocate(
         start, stop = plan.interval(key, rank)
         local_start = max(plan.offsets[key] - rank * plan.shard_numel, 0) if stop > start else 0
         slots.append(ParamSlot(key, tuple(param.shape), plan.offsets[key], local_start, stop - start))
-    buffer = FlatBuffer(name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.get_group(), policy, sync)
+    buffer = FlatBuffer(name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.get_group(), None, policy, sync)
     for index, (key, param) in enumerate(params.items()):
         local = buffer.local(buffer.shard, index)
         start, stop = plan.interval(key, rank)
@@ -222,6 +231,20 @@ def _check_arguments(module: object, reshard_after_forward: object, quantize: ob
         raise TypeError(f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; give True or False")
     if quantize is not None:
         raise NotImplementedError(f"fully_shard: quantize={quantize!r} is not supported; leave it None")
+
+
+def _granularities(granularity: object) -> tuple[GranularityFn, ...]:
+    """The callables that were given, one, several or none."""
+    if granularity is None:
+        return ()
+    given = tuple(granularity) if isinstance(granularity, list | tuple) else (granularity,)
+    for each in given:
+        if not callable(each):
+            raise TypeError(
+                f"fully_shard: granularity is {granularity!r}; give a function of a parameter's name and the "
+                "parameter, such as lambda name, param: vc.Rows(32), or a list of them"
+            )
+    return cast(tuple[GranularityFn, ...], given)
 
 
 def _mesh(module: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:

@@ -6,6 +6,7 @@ PyTorch release breaks something, it breaks here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,10 +18,11 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._inductor import compile_fx as _compile_fx
+from torch._inductor import lowering as _lowering
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.decomposition import select_decomp_table
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.fx.graph import _BoxedCodeGen
@@ -33,11 +35,27 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name, which is how graphs hold one."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+# Renamed in PyTorch 2.13, where the older names warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def tracing_fake_mode() -> FakeTensorMode:
     """The fake tensor mode of the compilation in progress; new graph inputs must belong to it."""
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None
     return mode
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake tensor mode that the example values of a graph's nodes belong to."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def mark_graph_input(placeholder: fx.Node, name: str) -> None:
@@ -126,9 +144,27 @@ class WrappedPartitioner(CustomPartitionerFn):
         return str, (self._identity,)  # what Inductor's cache key sees of it
 
 
-def lowering_decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor expects to be decomposed in the graphs it is given."""
-    return select_decomp_table()
+_EXTERN_KERNELS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"})
+
+
+def generates_code_for(target: Any) -> bool:
+    """Whether Inductor writes kernels for an operator itself, rather than calling PyTorch's."""
+    known = target in _lowering.lowerings and target not in _lowering.fallbacks
+    return known and target.overloadpacket.__name__ not in _EXTERN_KERNELS
+
+
+@functools.cache
+def out_variant(target: OpOverload) -> OpOverload | None:
+    """The form of an operator that writes its one result to ``out=``, if PyTorch has one that was written by hand:
+    those that were generated compute the result first and copy it.
+    """
+    arguments = [argument.name for argument in target._schema.arguments]
+    for name in target.overloadpacket.overloads():
+        overload = getattr(target.overloadpacket, name)
+        names = [argument.name for argument in overload._schema.arguments]
+        if names == [*arguments, "out"] and torch.Tag.generated not in overload.tags:
+            return overload
+    return None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

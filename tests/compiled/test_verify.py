@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from torch import fx
 
@@ -9,33 +10,40 @@ from vescale_compile.passes import PIPELINE, check_pipeline
 from vescale_compile.passes.context import (
     ALL_GATHER,
     REDUCE_SCATTER,
+    Buffer,
     Comm,
     CompileContext,
     GraphError,
     GraphUnit,
+    Lowering,
     Part,
     Pass,
     Role,
     Stage,
+    Use,
 )
 from vescale_compile.passes.verify import verify
+from vescale_compile.runtime import ops
 from vescale_compile.runtime.agreement import RanksDisagree, agree
 from vescale_compile.runtime.unshard import CommSpec, ParamView
 
 S, WORLD = 4, 2
-functional, aten = torch.ops._c10d_functional, torch.ops.aten
+aten = torch.ops.aten
 
 
 def context(part: Part, *, reduced: tuple[int, ...] = (), reshard: bool = True) -> CompileContext:
-    unit = GraphUnit(
-        name="layers.0",
-        shard=torch.empty(S),
-        port=None,
-        views=(ParamView(0, (WORLD * S,), True),),
-        comm=CommSpec(0, WORLD, "0", torch.float32, torch.float32),
-        reshard_after_forward=reshard,
+    units = tuple(
+        GraphUnit(
+            name=f"layers.{ordinal}",
+            shard=torch.empty(S),
+            port=None,
+            views=(ParamView(0, (WORLD * S,), True),),
+            comm=CommSpec(ordinal, WORLD, "0", "", torch.float32, torch.float32, S),
+            reshard_after_forward=reshard,
+        )
+        for ordinal in range(2)
     )
-    return CompileContext(rank=3, units=(unit,), params={}, reduced_units=reduced, part=part)
+    return CompileContext(rank=3, lowering=Lowering.EAGER, units=units, params={}, reduced_units=reduced, part=part)
 
 
 class Graph:
@@ -43,40 +51,55 @@ class Graph:
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.shard = self.placeholder("shard", S)
+        self.shards = [self.placeholder(f"shard_{unit}", S) for unit in range(2)]
+        self.slot = self.placeholder("slot", WORLD * S)
 
     def placeholder(self, name: str, numel: int) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta["val"] = torch.empty(numel)
         return node
 
-    def call(self, target, *args, comm: Comm | None = None) -> fx.Node:
+    def call(self, target, *args, mark: object = None) -> fx.Node:
         node = self.graph.call_function(target, args)
         node.meta["val"] = torch.empty(WORLD * S)
-        if comm is not None:
-            node.meta["vescale"] = comm
+        if mark is not None:
+            node.meta["vescale"] = mark
         return node
 
-    def launch(self, kind: str, source: fx.Node) -> fx.Node:
-        if kind == ALL_GATHER:
-            return self.call(
-                functional.all_gather_into_tensor.default, source, WORLD, "0", comm=Comm(kind, Role.LAUNCH, 0)
-            )
-        return self.call(
-            functional.reduce_scatter_tensor.default,
-            source,
-            "avg",
-            WORLD,
-            "0",
-            comm=Comm(kind, Role.LAUNCH, 0),
-        )
+    def buffer(self, use: Use = Use.PARAMETERS, unit: int = 0, *, slot: bool = False) -> fx.Node:
+        mark = Buffer(use, unit)
+        if slot:
+            return self.call(aten.slice.Tensor, self.slot, 0, 0, WORLD * S, mark=mark)
+        return self.call(aten.empty.memory_format, [WORLD * S], mark=mark)
 
-    def wait(self, launch: fx.Node) -> fx.Node:
-        comm = launch.meta["vescale"]
-        return self.call(functional.wait_tensor.default, launch, comm=Comm(comm.kind, Role.WAIT, comm.unit))
+    def launch_gather(self, buffer: fx.Node, source: fx.Node | None = None) -> None:
+        unit = buffer.meta["vescale"].unit
+        mark = Comm(ALL_GATHER, Role.LAUNCH, unit)
+        self.call(ops.start_all_gather, source or self.shards[unit], buffer, unit, "0", mark=mark)
 
-    def collective(self, kind: str, source: fx.Node) -> fx.Node:
-        return self.wait(self.launch(kind, source))
+    def wait_gather(self, buffer: fx.Node) -> None:
+        unit = buffer.meta["vescale"].unit
+        self.call(ops.wait_all_gather, buffer, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
+
+    def gather(self, buffer: fx.Node) -> fx.Node:
+        self.launch_gather(buffer)
+        self.wait_gather(buffer)
+        return buffer
+
+    def write_gradient(self, buffer: fx.Node) -> fx.Node:
+        self.call(aten.fill_.Scalar, buffer, 1)
+        return buffer
+
+    def reduce(self, buffer: fx.Node) -> fx.Node:
+        unit = buffer.meta["vescale"].unit if "vescale" in buffer.meta else 0
+        shard, scratch = self.buffer(Use.REDUCED, unit), self.buffer(Use.SCRATCH, unit)
+        launch, wait = (Comm(REDUCE_SCATTER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
+        self.call(ops.start_reduce_scatter, buffer, shard, scratch, unit, "0", "", mark=launch)
+        self.call(ops.wait_reduce_scatter, buffer, shard, scratch, unit, mark=wait)
+        return shard
+
+    def read(self, node: fx.Node) -> fx.Node:
+        return self.call(aten.relu.default, node)
 
     def verify(self, outputs: list[fx.Node], context: CompileContext) -> None:
         self.graph.output(tuple(outputs))
@@ -85,98 +108,165 @@ class Graph:
 
 def test_a_correct_forward_passes_and_its_collectives_are_recorded():
     graph, forward = Graph(), context(Part.FORWARD)
-    graph.verify([graph.call(aten.relu.default, graph.collective(ALL_GATHER, graph.shard))], forward)
-    assert forward.collectives == {Part.FORWARD: ["all_gather of unit 0: 8 elements of torch.float32"]}
+    graph.verify([graph.read(graph.gather(graph.buffer()))], forward)
+    assert forward.collectives == {Part.FORWARD: ["all_gather of unit 0: 4 elements of torch.float32"]}
 
 
 def test_a_correct_backward_passes():
-    graph, grad = Graph(), None
-    grad = graph.placeholder("grad", WORLD * S)
-    graph.verify([graph.collective(REDUCE_SCATTER, grad)], context(Part.BACKWARD, reduced=(0,)))
+    graph = Graph()
+    graph.verify(
+        [graph.reduce(graph.write_gradient(graph.buffer(Use.GRADIENTS)))], context(Part.BACKWARD, reduced=(0,))
+    )
+
+
+def test_units_may_follow_one_another_in_a_slot():
+    graph = Graph()
+    outputs = [graph.read(graph.gather(graph.buffer(unit=unit, slot=True))) for unit in range(2)]
+    graph.verify(outputs, context(Part.FORWARD))
 
 
 def test_reading_a_gather_before_its_wait():
     graph = Graph()
-    launch = graph.launch(ALL_GATHER, graph.shard)
-    early = graph.call(aten.relu.default, launch)
-    graph.wait(launch)
-    with pytest.raises(GraphError, match=r"\[rank 3\] a collective's result is read before its wait.*relu"):
+    buffer = graph.buffer()
+    graph.launch_gather(buffer)
+    early = graph.read(buffer)
+    graph.wait_gather(buffer)
+    with pytest.raises(
+        GraphError,
+        match=r"\[rank 3\] the gathered parameters of unit layers\.0 are read before the wait of their collective.*relu",
+    ):
         graph.verify([early], context(Part.FORWARD))
+
+
+def test_reading_a_buffer_that_was_never_gathered():
+    graph = Graph()
+    with pytest.raises(GraphError, match=r"of unit layers\.0 are read before anything was written there"):
+        graph.verify([graph.read(graph.buffer())], context(Part.FORWARD))
 
 
 def test_a_gather_without_a_wait():
     graph = Graph()
-    graph.launch(ALL_GATHER, graph.shard)
-    with pytest.raises(GraphError, match=r"all_gather of unit layers\.0 has 0 waits"):
-        graph.verify([graph.shard], context(Part.FORWARD))
+    graph.launch_gather(graph.buffer())
+    with pytest.raises(GraphError, match=r"the collective on the gathered parameters of unit layers\.0 has no wait"):
+        graph.verify([graph.shards[0]], context(Part.FORWARD))
 
 
 def test_a_gather_with_two_waits():
     graph = Graph()
-    launch = graph.launch(ALL_GATHER, graph.shard)
-    waits = [graph.call(aten.relu.default, graph.wait(launch)) for _ in range(2)]
-    with pytest.raises(GraphError, match="has 2 waits"):
-        graph.verify(waits, context(Part.FORWARD))
+    buffer = graph.gather(graph.buffer())
+    graph.wait_gather(buffer)
+    with pytest.raises(GraphError, match="a wait for no launch"):
+        graph.verify([graph.read(buffer)], context(Part.FORWARD))
 
 
 def test_a_unit_gathered_twice_in_one_graph():
     graph = Graph()
-    both = [graph.call(aten.relu.default, graph.collective(ALL_GATHER, graph.shard)) for _ in range(2)]
+    both = [graph.read(graph.gather(graph.buffer())) for _ in range(2)]
     with pytest.raises(GraphError, match=r"forward: unit layers\.0 is gathered 2 times"):
         graph.verify(both, context(Part.FORWARD))
 
 
+def test_gathering_something_computed_from_the_shard():
+    graph = Graph()
+    buffer = graph.buffer()
+    graph.launch_gather(buffer, graph.call(aten.clone.default, graph.shards[0]))
+    graph.wait_gather(buffer)
+    with pytest.raises(GraphError, match="not the shard itself but was computed from it"):
+        graph.verify([graph.read(buffer)], context(Part.FORWARD))
+
+
 def test_writing_to_a_gathered_parameter_through_a_view():
     graph = Graph()
-    view = graph.call(aten.view.default, graph.collective(ALL_GATHER, graph.shard), [2, 4])
+    view = graph.call(aten.view.default, graph.gather(graph.buffer()), [2, 4])
     written = graph.call(aten.mul_.Tensor, view, 2.0)
     with pytest.raises(GraphError, match=r"writes to the gathered parameters of unit layers\.0"):
-        graph.verify([graph.call(aten.relu.default, written)], context(Part.FORWARD))
+        graph.verify([graph.read(written)], context(Part.FORWARD))
+
+
+def test_a_slot_given_to_another_unit_while_its_parameters_are_still_read():
+    graph = Graph()
+    first = graph.gather(graph.buffer(unit=0, slot=True))
+    view = graph.call(aten.view.default, first, [2, 4])
+    second = graph.gather(graph.buffer(unit=1, slot=True))
+    with pytest.raises(
+        GraphError,
+        match=r"reads the gathered parameters of unit layers\.0, whose memory holds the gathered parameters of unit "
+        r"layers\.1",
+    ):
+        graph.verify([graph.read(view), graph.read(second)], context(Part.FORWARD))
+
+
+def test_a_slot_given_to_another_unit_while_a_gather_is_in_flight_on_it():
+    graph = Graph()
+    first, second = (graph.buffer(unit=unit, slot=True) for unit in range(2))
+    graph.launch_gather(first)
+    graph.launch_gather(second)
+    with pytest.raises(GraphError, match="get memory on which a collective is in flight"):
+        graph.verify([graph.shards[0]], context(Part.FORWARD))
+
+
+def test_a_gradient_written_into_a_slot_on_which_a_gather_is_in_flight():
+    graph = Graph()
+    graph.launch_gather(graph.buffer(unit=0, slot=True))
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS, 1, slot=True))
+    with pytest.raises(GraphError, match="writes to memory on which a collective is in flight"):
+        graph.verify([graph.reduce(gradients)], context(Part.BACKWARD, reduced=(1,)))
 
 
 def test_keeping_the_gathered_parameters_of_a_unit_that_reshards():
     graph = Graph()
-    view = graph.call(aten.view.default, graph.collective(ALL_GATHER, graph.shard), [2, 4])
+    view = graph.call(aten.view.default, graph.gather(graph.buffer()), [2, 4])
     with pytest.raises(GraphError, match=r"unit layers\.0 is resharded after forward, but its parameters are kept"):
         graph.verify([view], context(Part.FORWARD))
 
 
 def test_keeping_them_is_right_where_the_unit_does_not_reshard():
     graph = Graph()
-    view = graph.call(aten.view.default, graph.collective(ALL_GATHER, graph.shard), [2, 4])
+    view = graph.call(aten.view.default, graph.gather(graph.buffer()), [2, 4])
     graph.verify([view], context(Part.FORWARD, reshard=False))
 
 
 def test_a_gradient_written_after_its_reduction_was_launched():
     graph = Graph()
-    grad = graph.placeholder("grad", WORLD * S)
-    launch = graph.launch(REDUCE_SCATTER, grad)
-    graph.call(aten.add_.Tensor, graph.call(aten.view.default, grad, [2, 4]), 1.0)
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS))
+    reduced = graph.reduce(gradients)
+    graph.write_gradient(gradients)
     with pytest.raises(GraphError, match="whose reduction was launched before"):
-        graph.verify([graph.wait(launch)], context(Part.BACKWARD, reduced=(0,)))
+        graph.verify([reduced], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_a_gradient_packed_into_another_buffer_than_the_one_that_is_reduced():
+    graph = Graph()
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS))
+    reduced = graph.reduce(graph.call(aten.cat.default, [gradients]))
+    with pytest.raises(GraphError, match="what is reduced is not the buffer that gradients are written to"):
+        graph.verify([reduced], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_a_reduced_gradient_copied_on_its_way_out():
+    graph = Graph()
+    reduced = graph.reduce(graph.write_gradient(graph.buffer(Use.GRADIENTS)))
+    with pytest.raises(GraphError, match=r"reduced gradients of unit layers\.0 are moved or computed with"):
+        graph.verify([graph.call(aten.clone.default, reduced)], context(Part.BACKWARD, reduced=(0,)))
 
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_gradient_that_is_not_reduced_exactly_once(times):
     graph = Graph()
-    grad = graph.placeholder("grad", WORLD * S)
-    reduced = [graph.collective(REDUCE_SCATTER, grad) for _ in range(times)]
+    reduced = [graph.reduce(graph.write_gradient(graph.buffer(Use.GRADIENTS))) for _ in range(times)]
     with pytest.raises(GraphError, match=rf"the gradient of unit layers\.0 is reduced {times} times, once is right"):
-        graph.verify(reduced or [grad], context(Part.BACKWARD, reduced=(0,)))
+        graph.verify(reduced or [graph.shards[0]], context(Part.BACKWARD, reduced=(0,)))
 
 
 def test_a_joint_graph_that_reduced_a_gradient_twice():
     graph = Graph()
-    grad = graph.placeholder("grad", WORLD * S)
-    reduced = [graph.collective(REDUCE_SCATTER, grad) for _ in range(2)]
+    reduced = [graph.reduce(graph.write_gradient(graph.buffer(Use.GRADIENTS))) for _ in range(2)]
     with pytest.raises(GraphError, match="reduced 2 times"):
         graph.verify(reduced, context(Part.BACKWARD, reduced=(0, 0)))
 
 
 @on_ranks(2)
 def test_collectives_in_another_order_on_one_rank_are_found():
-    import torch.distributed as dist
-
     lines = ["all_gather of unit 0", "all_gather of unit 1"]
     mine = lines if dist.get_rank() == 0 else lines[::-1]
     with pytest.raises(
@@ -186,6 +276,6 @@ def test_collectives_in_another_order_on_one_rank_are_found():
 
 
 def test_a_pipeline_whose_pass_lacks_what_it_requires():
-    needy = Pass(Stage.JOINT, verify, requires=frozenset({"slots"}))
-    with pytest.raises(ValueError, match=r"pass verify requires \['slots'\]"):
+    needy = Pass(Stage.JOINT, verify, requires=frozenset({"a pass that is not there"}))
+    with pytest.raises(ValueError, match=r"pass verify requires \['a pass that is not there'\]"):
         check_pipeline([*PIPELINE, needy])

@@ -1,0 +1,68 @@
+"""Which memory the nodes of a graph of aten operators read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import getitem
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+_aten = torch.ops.aten
+# Views at run time whose schema doesn't say so.
+_UNDECLARED_VIEWS = (_aten._unsafe_view.default, _aten.reshape.default)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only gives another shape to memory it does not read."""
+    return _aliased(node) is not None and not written_by(node)
+
+
+def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node that made the memory which ``node``'s result lies in; ``bases`` holds that of earlier nodes.
+
+    A node that communication memory is marked at is a base, though it may be a view of a slot.
+    """
+    aliased = None if "vescale" in node.meta else _aliased(node)
+    return bases[aliased] if aliased is not None else node
+
+
+def bases_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """:func:`base_of` for every node."""
+    bases: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        bases[node] = base_of(node, bases)
+    return bases
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the node's operator writes to."""
+    return [arg for arg, written in _aliasing_arguments(node) if written]
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """The argument that the node's result is a view of, or is."""
+    if node.target is getitem:
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) and _aliased(source) is not None else None
+    if node.target in _UNDECLARED_VIEWS:
+        return node.all_input_nodes[0]
+    if isinstance(node.target, OpOverload):
+        returns = node.target._schema.returns
+        if returns and returns[0].alias_info is not None:
+            return next((arg for arg, _ in _aliasing_arguments(node)), None)
+    return None
+
+
+def _aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
+    """Arguments that the operator's schema marks as aliased, and whether it writes to them."""
+    if not isinstance(node.target, OpOverload):
+        return
+    for position, schema in enumerate(node.target._schema.arguments):
+        if schema.alias_info is None:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(schema.name)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, fx.Node):
+                yield each, schema.alias_info.is_write

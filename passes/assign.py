@@ -1,0 +1,94 @@
+"""Assigns communication buffers to slots: static memory that a graph gets as input, one buffer after another.
+
+Lifetimes are known from the order of the graph: from the node that first touches a buffer to the last one that
+reads it. Buffers that live at the same time get different slots; a slot is as large as the largest of its buffers.
+Largest first, each buffer takes the first slot that is free while it lives, so small units share the slots of
+large ones. A buffer that outlives the graph (parameters kept for the backward, gradients) stays an allocation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from ..runtime.pool import SlotSpec
+from ..torch_internals import fake_mode_of
+from .aliases import bases_of, is_view
+from .context import CompileContext, buffer_of
+from .edit import call, order_of
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A communication buffer: the places of the first and of the last node that touch it."""
+
+    node: fx.Node
+    first: int
+    last: int
+
+    @property
+    def numel(self) -> int:
+        return self.node.meta["val"].numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.node.meta["val"].dtype
+
+    def overlaps(self, other: Lifetime) -> bool:
+        return self.first <= other.last and other.first <= self.last
+
+
+@dataclass
+class _Tenants:
+    dtype: torch.dtype
+    lifetimes: list[Lifetime] = field(default_factory=list)
+
+
+def assign(gm: fx.GraphModule, context: CompileContext) -> None:
+    assert context.part is not None
+    slots: list[_Tenants] = []
+    for lifetime in sorted(lifetimes(gm.graph), key=lambda each: (-each.numel, each.first)):
+        fitting = (
+            slot
+            for slot in slots
+            if slot.dtype == lifetime.dtype and not any(lifetime.overlaps(other) for other in slot.lifetimes)
+        )
+        slot = next(fitting, None)
+        if slot is None:
+            slots.append(slot := _Tenants(lifetime.dtype))
+        slot.lifetimes.append(lifetime)
+    context.slots[context.part] = tuple(_append_input(gm.graph, f"slot_{i}", slot) for i, slot in enumerate(slots))
+
+
+def lifetimes(graph: fx.Graph) -> list[Lifetime]:
+    """Of the communication buffers that live within the graph, in its order."""
+    bases, order = bases_of(graph), order_of(graph)
+    touched: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if not is_view(node) or node.op == "output":
+            for arg in node.all_input_nodes:
+                if buffer_of(bases[arg]) is not None:
+                    touched.setdefault(bases[arg], []).append(node)
+    return [
+        Lifetime(buffer, order[users[0]], order[users[-1]])
+        for buffer, users in touched.items()
+        if users[-1].op != "output" and buffer.meta["val"].numel() > 0
+    ]
+
+
+def _append_input(graph: fx.Graph, name: str, slot: _Tenants) -> SlotSpec:
+    largest = slot.lifetimes[0].node.meta["val"]
+    inputs = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(inputs[-1]):
+        placeholder = graph.placeholder(name)
+    with fake_mode_of(graph):
+        placeholder.meta["val"] = torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
+    for lifetime in slot.lifetimes:
+        with graph.inserting_before(lifetime.node):
+            mark = lifetime.node.meta["vescale"]
+            part = call(graph, torch.ops.aten.slice.Tensor, placeholder, 0, 0, lifetime.numel, mark=mark)
+        lifetime.node.replace_all_uses_with(part)
+        graph.erase_node(lifetime.node)
+    return SlotSpec(largest.numel(), largest.dtype, largest.device)

@@ -1,0 +1,44 @@
+"""Inserting nodes into graphs of aten operators, with the example values that lowering reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map_only
+
+from ..torch_internals import fake_mode_of
+
+
+def call(graph: fx.Graph, target: OpOverload, *args: Any, mark: object = None, **kwargs: Any) -> fx.Node:
+    """Inserts a call at the graph's insertion point; its example value is computed from its arguments'.
+
+    Args:
+        mark: what passes are to know of the node, put under ``meta["vescale"]``.
+    """
+    node = graph.call_function(target, args, kwargs)
+    values, named = tree_map_only(fx.Node, lambda arg: arg.meta["val"], (args, kwargs))
+    with fake_mode_of(graph):
+        node.meta["val"] = target(*values, **named)
+    if mark is not None:
+        node.meta["vescale"] = mark
+    return node
+
+
+def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Each node's place in the order of execution."""
+    return {node: place for place, node in enumerate(graph.nodes)}
+
+
+def value_of(node: fx.Node) -> Tensor | None:
+    """The node's example value, if its result is one tensor."""
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
+
+
+def allocate(graph: fx.Graph, numel: int, *, like: Tensor, mark: object) -> fx.Node:
+    """Inserts an uninitialized buffer of ``numel`` elements, of the dtype and device of ``like``."""
+    size = [numel]
+    return call(graph, torch.ops.aten.empty.memory_format, size, dtype=like.dtype, device=like.device, mark=mark)

@@ -1,0 +1,190 @@
+"""Lets whatever computes a gradient write it where it will be reduced, so that packing copies nothing.
+
+For each unit a buffer takes the place of ``pack``'s result. Each gradient is followed back through views to what
+computes it, and that is told to write into the gradient's place:
+
+- matrix products, by ``vescale::matmul_into``; a sum of products (a weight used several times) accumulates there,
+- embeddings, as zeros and an accumulating ``index_put_``, or by ``vescale::embedding_into``,
+- what Inductor generates code for, by ``copy_``, which it fuses into the kernel as its store,
+- with eager lowering, any operator that has an ``out=`` form, by that.
+
+What remains is copied, once, and recorded: gradients that something else reads too, that are inputs of the graph,
+or that operators compute which can't be told where to write (convolutions, attention); and products whose place is
+not aligned, where libraries are slower and round otherwise. A gradient of another dtype
+than the reduction's is cast on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from ..runtime import ops
+from ..torch_internals import generates_code_for, out_variant
+from .aliases import is_view
+from .context import Buffer, CompileContext, Copied, Lowering, Use
+from .edit import allocate, call, order_of, value_of
+from .expand import CASTS
+from .places import Place
+
+_aten = torch.ops.aten
+_MATMULS = (_aten.mm.default, _aten.bmm.default)
+_SCATTERS = (_aten.index_put.default, _aten._unsafe_index_put.default)
+_SHARED = "read elsewhere too"
+_ZEROS = (_aten.full.default, _aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default)
+
+
+def sink(gm: fx.GraphModule, context: CompileContext) -> None:
+    for node in list(gm.graph.nodes):
+        if node.target is ops.pack:
+            _replace_pack(node, context)
+
+
+def _replace_pack(pack: fx.Node, context: CompileContext) -> None:
+    graph, value = pack.graph, pack.meta["val"]
+    args: tuple[Any, ...] = pack.args
+    grads, offsets, views, _, _, unit = args
+    with graph.inserting_before(pack):
+        buffer = allocate(graph, value.numel(), like=value, mark=Buffer(Use.GRADIENTS, unit))
+    pack.replace_all_uses_with(buffer)
+    graph.erase_node(pack)
+    sinking = _Sinking(graph, context, order_of(graph), {grad for grad, n in Counter(grads).items() if n > 1})
+    for grad, offset, view in zip(grads, offsets, views, strict=True):
+        shape = torch.Size(context.units[unit].views[view].shape)
+        sinking.write(grad, Place.of(buffer, offset, unit, view, shape))
+    order = order_of(graph)
+    min(buffer.users, key=order.__getitem__).prepend(buffer)
+
+
+@dataclass(frozen=True)
+class _Sinking:
+    """The gradients of one unit on their way into its buffer.
+
+    Attributes:
+        order: of the graph's nodes, before any were inserted.
+        shared: gradients of more than one parameter.
+    """
+
+    graph: fx.Graph
+    context: CompileContext
+    order: dict[fx.Node, int]
+    shared: set[fx.Node]
+
+    def write(self, value: fx.Node, place: Place) -> int:
+        """Has ``value``, which nothing in the graph reads but for this, written to ``place``.
+
+        Returns the place in the order after which it is there.
+        """
+        if value.users or value in self.shared or value.op != "call_function":
+            return self._copy(value, place, "an input of the graph" if value.op == "placeholder" else _SHARED)
+        if before := place.before(value):
+            return self.write(self._drop(value), before)
+        if not place.fits(value_of(value)):
+            return self._copy(value, place, f"{value.target} gives another dtype")
+        if value.target in _MATMULS:
+            if not place.aligned:
+                return self._copy(value, place, "its place is not aligned to 16 bytes")
+            return self._insert_and_drop(value, ops.matmul_into, place, *value.args, False)
+        if value.target is _aten.embedding_dense_backward.default and not value.args[4]:
+            grad, indices, _, padding, _ = value.args
+            return self._insert_and_drop(value, ops.embedding_into, place, grad, indices, padding)
+        if self.context.lowering is Lowering.EAGER:
+            return self._write_out(value, place)
+        if value.target is _aten.add.Tensor and not value.kwargs and (last := self._accumulate(value, place)):
+            return last
+        if self._is_scatter(value):
+            with self.graph.inserting_before(value):
+                call(self.graph, _aten.fill_.Scalar, place.insert(), 0)
+            return self._scatter(value, place)
+        return self._copy(value, place, f"computed by {value.target}")
+
+    def _accumulate(self, total: fx.Node, place: Place) -> int | None:
+        """Writes the earlier summand of two and has the later one, a product or a scatter, added to it."""
+        terms = [term for term in total.args if isinstance(term, fx.Node) and place.fits(value_of(term))]
+        if len(set(terms)) != 2 or any(len(term.users) > 1 for term in terms):
+            return None
+        first, second = sorted(terms, key=self.order.__getitem__)
+        source, second_place = self._behind_views(second, place)
+        if source.target not in _MATMULS and not self._is_scatter(source):
+            return None
+        if self.order[source] < self.order[first] or not second_place.fits(value_of(source)) or not place.aligned:
+            return None
+        self.graph.erase_node(total)
+        last = self.write(first, place)
+        if last > self.order[source]:
+            raise AssertionError(f"{first} is written after {source} is to be added to it")
+        while second is not source:
+            second = self._drop(second)
+        if source.target in _MATMULS:
+            return self._insert_and_drop(source, ops.matmul_into, second_place, *source.args, True)
+        return self._scatter(source, second_place)
+
+    def _behind_views(self, value: fx.Node, place: Place) -> tuple[fx.Node, Place]:
+        while before := place.before(value):
+            source = value.all_input_nodes[0]
+            if len(source.users) > 1:
+                break
+            value, place = source, before
+        return value, place
+
+    def _is_scatter(self, value: fx.Node) -> bool:
+        """A sum of rows: an index_put of something into zeros, that accumulates."""
+        if value.target not in _SCATTERS or len(value.args) < 4 or value.args[3] is not True:
+            return False
+        zeros = value.args[0]
+        if not isinstance(zeros, fx.Node) or zeros.target not in _ZEROS:
+            return False
+        return zeros.target is not _aten.full.default or bool(zeros.args[1] == 0)
+
+    def _scatter(self, value: fx.Node, place: Place) -> int:
+        zeros, indices, rows, _ = value.args
+        last = self._insert_and_drop(value, _aten.index_put_.default, place, indices, rows, True)
+        if isinstance(zeros, fx.Node) and not zeros.users:
+            self.graph.erase_node(zeros)
+        return last
+
+    def _write_out(self, value: fx.Node, place: Place) -> int:
+        out = out_variant(value.target) if isinstance(value.target, OpOverload) else None
+        if out is None:
+            return self._copy(value, place, f"{value.target} has no out= form")
+        with self.graph.inserting_before(value):
+            call(self.graph, out, *value.args, **value.kwargs, out=place.insert())
+        place_in_order = self.order[value]
+        self.graph.erase_node(value)
+        return place_in_order
+
+    def _copy(self, value: fx.Node, place: Place, why: str) -> int:
+        if value.target in CASTS and not value.users and value not in self.shared:
+            value = self._drop(value)
+        last_input = self.graph.find_nodes(op="placeholder")[-1]
+        shared = bool(value.users) or value in self.shared
+        with self.graph.inserting_before((last_input if value.op == "placeholder" else value).next):
+            copy = call(self.graph, _aten.copy_.default, place.insert(), value)
+        # The store of a generated kernel is no copy.
+        if shared or self.context.lowering is Lowering.EAGER or not self._is_generated(value):
+            copy.meta["vescale"] = Copied(place.unit, place.param, _SHARED if shared else why)
+        return self.order[value]
+
+    def _is_generated(self, value: fx.Node) -> bool:
+        while value.op == "call_function" and is_view(value):
+            value = value.all_input_nodes[0]
+        return isinstance(value.target, OpOverload) and generates_code_for(value.target)
+
+    def _insert_and_drop(self, value: fx.Node, target: Any, place: Place, *args: Any) -> int:
+        """Inserts ``target(place, *args)`` in the stead of ``value``."""
+        with self.graph.inserting_before(value):
+            call(self.graph, target, place.insert(), *args)
+        place_in_order = self.order[value]
+        self.graph.erase_node(value)
+        return place_in_order
+
+    def _drop(self, view: fx.Node) -> fx.Node:
+        """Erases a node that nothing reads any more; returns its argument."""
+        source = view.all_input_nodes[0]
+        self.graph.erase_node(view)
+        return source

@@ -1,0 +1,187 @@
+"""A unit's collectives, launched and waited for: an all-gather into a buffer, a reduce-scatter out of one.
+
+Neither copies: a gather receives every rank's part where parameters are read, a reduction sends gradients from where
+they were written. How depends on the device:
+
+- GPUs: the process group's own collectives, each kind on a stream of its own, ordered against compute by events.
+  Buffers are static or outlive the wait, so nothing is recorded on streams.
+- CPUs with gloo: every rank sends each other rank its part directly. Gloo's own all-gather goes through a second
+  buffer, and its reduce-scatter is an all-reduce of a copy, which sends twice as much.
+- anything else: the process group's asynchronous collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..torch_internals import all_gather_single, reduce_scatter_single
+
+_TAG = 0x7663  # of our messages, which must not meet others of the same process group
+
+
+class Pending(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> object:
+        """Returns when its result may be read and its input written; on a GPU, by the current stream."""
+
+
+class Message(NamedTuple):
+    """What is sent to a rank, or where what it sends goes."""
+
+    tensor: Tensor
+    rank: int  # in the group
+
+
+def start_all_gather(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Gathers ``shard`` [S] of every rank into ``full`` [world_size * S].
+
+    Args:
+        shard: this rank's part. If ``full`` has another dtype it is cast, once, into its place there.
+        full: contiguous; neither it nor ``shard`` may be written until the wait has returned.
+        group: the ranks, in the order of their parts.
+    """
+    own = _part(full, group.rank(), shard)
+    if exchanges_directly(full.device, group):
+        own.copy_(shard)
+        peers = _peers(group)
+        return _exchange(
+            [Message(own, rank) for rank in peers], [Message(_part(full, rank, shard), rank) for rank in peers], group
+        )
+    if full.device.type == "cuda":
+        return _on_stream("gather", lambda: all_gather_single(full, _in_dtype(shard, own), group=group))
+    return all_gather_single(full, _in_dtype(shard, own), group=group, async_op=True)
+
+
+def start_reduce_scatter(
+    full: Tensor, shard: Tensor, scratch: Tensor, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None
+) -> Pending:
+    """Averages ``full`` [world_size * S] over the ranks, each rank taking its own part into ``shard`` [S].
+
+    Args:
+        full: contiguous; may be written again when the wait has returned.
+        shard: takes the result, in the dtype of ``full``.
+        scratch: :func:`scratch_numel` elements of the same dtype, in use until the wait has returned.
+        group: the ranks that shard.
+        replicas: the ranks that hold the same part of other such groups: the result is averaged over them too.
+    """
+    if exchanges_directly(full.device, group):
+        return _reduce_by_exchange(full, shard, scratch, group, replicas)
+
+    if full.device.type == "cuda":
+
+        def reduce() -> None:
+            reduce_scatter_single(shard, full, op=_average(group), group=group)
+            _average_replicas(shard, replicas)
+
+        return _on_stream("reduce", reduce)
+    work = reduce_scatter_single(shard, full, op=_average(group), group=group, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        _average_replicas(shard, replicas)
+
+    return _Deferred(finish)
+
+
+def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    """Elements that :func:`start_reduce_scatter` needs besides its input and output."""
+    return shard_numel * (group.size() - 1) if exchanges_directly(device, group) else 0
+
+
+@functools.cache
+def exchanges_directly(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether ranks send each other their parts, instead of a collective of the backend."""
+    return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def _reduce_by_exchange(
+    full: Tensor, shard: Tensor, scratch: Tensor, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
+) -> Pending:
+    peers = _peers(group)
+    received = scratch.view(len(peers), shard.numel())
+    exchange = _exchange(
+        [Message(_part(full, rank, shard), rank) for rank in peers],
+        [Message(part, rank) for part, rank in zip(received, peers, strict=True)],
+        group,
+    )
+
+    def finish() -> None:
+        exchange.wait()
+        # In the order of ranks, so that the sum does not depend on who computes it.
+        parts = {group.rank(): _part(full, group.rank(), shard), **dict(zip(peers, received, strict=True))}
+        first, *others = (parts[rank] for rank in sorted(parts))
+        if others:
+            torch.add(first, others[0], out=shard)
+        else:
+            shard.copy_(first)
+        for part in others[1:]:
+            shard.add_(part)
+        shard.div_(group.size())
+        _average_replicas(shard, replicas)
+
+    return _Deferred(finish)
+
+
+def _average_replicas(shard: Tensor, replicas: dist.ProcessGroup | None) -> None:
+    if replicas is None:
+        return
+    op = _average(replicas)
+    dist.all_reduce(shard, op=op, group=replicas)
+    if op == dist.ReduceOp.SUM:
+        shard.div_(replicas.size())
+
+
+def _average(group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
+    """Gloo's all-reduce can't average; its reduce-scatter is not used."""
+    return dist.ReduceOp.SUM if dist.get_backend(group) == "gloo" else dist.ReduceOp.AVG
+
+
+def _part(full: Tensor, rank: int, shard: Tensor) -> Tensor:
+    return full.narrow(0, rank * shard.numel(), shard.numel())
+
+
+def _in_dtype(shard: Tensor, own: Tensor) -> Tensor:
+    """The shard, if it has the buffer's dtype; else its place in the buffer, with the shard cast into it."""
+    return shard if shard.dtype == own.dtype else own.copy_(shard)
+
+
+def _peers(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks, each rank beginning with the one after it, so that no two rush to one."""
+    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
+
+
+def _exchange(sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup) -> Pending:
+    works = [dist.irecv(tensor, group=group, group_src=rank, tag=_TAG) for tensor, rank in received]
+    works += [dist.isend(tensor, group=group, group_dst=rank, tag=_TAG) for tensor, rank in sent]
+    return _Deferred(lambda: [work.wait() for work in works if work is not None])
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    """A collective in flight whose end is a function."""
+
+    wait: Callable[[], object]
+
+
+def _on_stream(name: str, run: Callable[[], object]) -> Pending:
+    """Runs ``run`` on a stream of its own, after what the current stream holds; the wait orders the current after."""
+    stream = _stream(name, torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    done = stream.record_event()
+    return _Deferred(lambda: torch.cuda.current_stream().wait_event(done))
+
+
+@functools.cache
+def _stream(name: str, device: int) -> torch.cuda.Stream:
+    """High priority, so that communication is not queued behind compute."""
+    return torch.cuda.Stream(device, priority=-1)
