@@ -6,7 +6,8 @@ are taken by one contender after another; then the timed steps go round: every c
 the ranks of the others sleep on their pipes, and each round starts with another contender. Whatever else the
 machine does meets all of them alike, within seconds, which blocks of steps would not give: a block lasts
 longer than the disturbances. The price is that the memory of all must fit at once; choose fewer systems where
-it does not.
+it does not. At the end each contender is measured apart: memory, one profiled step, what it has learned; and its
+processes are started again, to see how long compilation takes with the caches that the first start has filled.
 
 A system that raises, dies or passes a deadline is ended, and reported with what its ranks said; the others go
 on without it. Linux only: memory is read from /proc.
@@ -18,14 +19,15 @@ import contextlib
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from processes import Ranks, RanksFailed
-from systems import Policy, Workload
-from traffic import Traffic
+from profiling import StepProfile
+from wire import Wire
 from worker import Check, Job, Memory, Step
+from workload import Policy, Workload
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,19 @@ class Plan:
         warmup: steps before the timed ones, in which systems compile.
         steps: timed steps.
         ranks: processes for each contender.
+        fake_world: if not None, one process for each contender is rank 0 of that many, and its collectives do
+            nothing: memory, copies and kernels are real, results are not.
         threads: of each rank's operators.
+        wire: what joins the hosts that the ranks are on; None for one host.
         deadline_s: seconds for each order to the ranks (build, step, ...) and for each collective.
     """
 
     warmup: int
     steps: int
     ranks: int
+    fake_world: int | None
     threads: int
+    wire: Wire | None
     deadline_s: float
 
 
@@ -64,8 +71,10 @@ class Result:
     gradient_norm: float | None = None
     """of the averaged gradient there"""
     memory: list[Memory] = field(default_factory=list)
-    collectives: dict[str, Traffic] = field(default_factory=dict)
-    """of one step of rank 0, by kind"""
+    profile: StepProfile | None = None
+    """of one step of rank 0"""
+    warm_warmup_s: list[float] = field(default_factory=list)
+    """the warm-up steps of a second start, with the caches of the first"""
     error: str | None = None
 
     @property
@@ -79,9 +88,22 @@ class Result:
         return statistics.median(self.steps_s)
 
     @property
+    def peak_bytes(self) -> int:
+        """Memory of the fullest rank above its baseline."""
+        return max(memory.peak - memory.baseline for memory in self.memory)
+
+    @property
     def compile_s(self) -> float:
         """What the warm-up steps took longer than as many median steps: compilation and first-use work."""
-        return max(0.0, sum(self.warmup_s) - len(self.warmup_s) * self.median_s)
+        return self._above_steps(self.warmup_s)
+
+    @property
+    def warm_compile_s(self) -> float:
+        """The same of the second start, with the caches of the first."""
+        return self._above_steps(self.warm_warmup_s)
+
+    def _above_steps(self, warmup_s: Sequence[float]) -> float:
+        return max(0.0, sum(warmup_s) - len(warmup_s) * self.median_s)
 
 
 def measure(
@@ -116,13 +138,29 @@ def measure(
             if run.ranks is not None:
                 with run.failing_alone(say):
                     run.finish()
+        for run in runs:
+            if run.ranks is not None:
+                say(f"{run.result.name}: starting again")
+                with run.failing_alone(say):
+                    run.start_again(plan.warmup)
                     run.close()
     return [run.result for run in runs]
 
 
 def _job(result: Result, workload: Workload, plan: Plan, folder: Path) -> Job:
     folder.mkdir()
-    return Job(result.system, result.policy, workload, plan.ranks, plan.threads, str(folder), plan.deadline_s)
+    return Job(
+        result.system,
+        result.policy,
+        workload,
+        plan.ranks,
+        plan.fake_world,
+        plan.threads,
+        str(folder),
+        "cold",
+        plan.wire,
+        plan.deadline_s,
+    )
 
 
 class _Run:
@@ -146,6 +184,15 @@ class _Run:
         self.ranks = Ranks(job)
         self._ask("build")
 
+    def start_again(self, warmup: int) -> None:
+        """Once the first start has left: the same processes anew, on the caches that it filled."""
+        assert self.ranks is not None
+        job = replace(self.ranks.job, start="warm")
+        self.close()
+        self.start(job)
+        self.result.warm_warmup_s = [_duration(self._ask("step")) for _ in range(warmup)]
+        self._ask("leave")
+
     def warm_up(self, steps: int) -> None:
         for _ in range(steps):
             self.result.warmup_s.append(_duration(self.step()))
@@ -164,7 +211,7 @@ class _Run:
     def finish(self) -> None:
         """All that is measured apart from the timed steps."""
         self.result.memory = self._ask("memory")
-        self.result.collectives = self._ask("trace")[0]
+        self.result.profile = self._ask("profile")[0]
         checks: list[Check] = self._ask("check")
         self.result.final_loss = statistics.fmean(check.loss for check in checks)
         self.result.gradient_norm = checks[0].gradient_norm

@@ -7,9 +7,12 @@ import statistics
 from collections.abc import Sequence
 
 from harness import Result
-from systems import OURS, Policy
+from systems import OURS, SYSTEMS
+from workload import Policy
 
 MB = 1e6
+LOSSES, NORMS = "losses after the timed steps", "gradient norms there"
+"""What systems are compared by"""
 HEADINGS = (
     "system",
     "step ms",
@@ -17,20 +20,27 @@ HEADINGS = (
     "÷ {ours}",
     "CPU ms",
     "peak MB",
-    "total MB",
-    "collectives",
+    "steps MB",
+    "copied MB",
+    "cast MB",
     "sent MB",
+    "collectives",
+    "kernels",
     "compile s",
+    "warm s",
     "final loss",
     "gradient norm",
 )
 LEGEND = """\
 Step: median over the timed steps, each from the first rank's start to the last one's end; ÷: that, over ours;
-CPU: median CPU time of a rank. Peak: memory of the fullest rank above its baseline before the model was built;
-total: with the baseline. Collectives of a step: AG all-gathers, RS reduce-scatters, AR all-reduces; sent: what
-each rank must send for them at least. Compile: what the warm-up took longer than as many steps. Loss and
-gradient norm are those after the same number of steps on the same data."""
-SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
+CPU: median CPU time of a rank. Peak: memory of the fullest rank above its baseline before the model was built,
+compilation included; steps: that of the timed steps alone. Of one profiled step of rank 0: bytes that copies, and
+casts apart, write from or to memory that collectives use; sent: what a rank must send at least; collectives: AG
+all-gathers, RS reduce-scatters, AR all-reduces, or the sends of one made of messages; kernels launched on a GPU.
+Compile: what the warm-up took longer than as many steps; warm: the same when started again, with the compiler's
+caches filled. Loss and gradient norm are those after the same number of steps on the same data. * marks the fastest
+configuration of one system."""
+SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "send": "sends"}
 SECTIONS = {
     Policy.REPLICATED: ("Unsharded (every rank holds all parameters)", Policy.KEEP),
     Policy.RESHARD: ("Reshard (parameters gathered again in backward)", Policy.RESHARD),
@@ -50,7 +60,8 @@ def tables(results: Sequence[Result]) -> str:
         name = OURS if compared_with is policy else f"{OURS} {compared_with}"
         headings = [heading.format(ours=name) for heading in HEADINGS]
         parts += [f"**{title}**", "", _row(headings), _row(["---", *["---:"] * (len(headings) - 1)])]
-        parts += [_row(_cells(result, ours)) for result in section]
+        fastest = fastest_of_families(section)
+        parts += [_row(_cells(result, ours, result in fastest)) for result in section]
         parts.append("")
     return "\n".join([*parts, LEGEND, ""])
 
@@ -58,14 +69,15 @@ def tables(results: Sequence[Result]) -> str:
 def disagreement(results: Sequence[Result]) -> dict[str, float]:
     """Largest difference between any two systems that finished, over the largest value: of losses and of norms.
 
-    NaN where a value is infinite or none at all; empty with fewer than two systems.
+    Systems that don't reduce gradients are left out. NaN where a value is infinite or none at all; empty with fewer
+    than two systems.
     """
-    finished = [result for result in results if result.error is None]
+    finished = [result for result in results if result.error is None and SYSTEMS[result.system].reduces]
     if len(finished) < 2:
         return {}
     columns = {
-        "losses after the timed steps": [result.final_loss for result in finished],
-        "gradient norms there": [result.gradient_norm for result in finished],
+        LOSSES: [result.final_loss for result in finished],
+        NORMS: [result.gradient_norm for result in finished],
     }
     return {what: _spread([value for value in values if value is not None]) for what, values in columns.items()}
 
@@ -81,21 +93,35 @@ def _ours(results: Sequence[Result], policy: Policy) -> Result | None:
     return next((r for r in results if r.system == OURS and r.policy is policy and r.error is None), None)
 
 
-def _cells(result: Result, ours: Result | None) -> list[str]:
-    if result.error is not None:
+def fastest_of_families(section: Sequence[Result]) -> list[Result]:
+    """Of each family with several configurations in a section, the one that counts."""
+    families: dict[str, list[Result]] = {}
+    for result in section:
+        family = SYSTEMS[result.system].family
+        if family is not None and result.error is None:
+            families.setdefault(family, []).append(result)
+    return [min(members, key=lambda result: result.median_s) for members in families.values() if len(members) > 1]
+
+
+def _cells(result: Result, ours: Result | None, fastest: bool) -> list[str]:
+    if result.error is not None or result.profile is None:
         return [result.system, "failed", *["-"] * (len(HEADINGS) - 2)]
-    calls = " + ".join(f"{traffic.calls} {SHORT.get(kind, kind)}" for kind, traffic in result.collectives.items())
+    profile, traffic = result.profile, result.profile.collectives
     return [
-        result.system,
+        result.system + (" *" if fastest else ""),
         f"{1e3 * result.median_s:.0f}",
         f"{1e3 * min(result.steps_s):.0f} to {1e3 * max(result.steps_s):.0f}",
         f"{result.median_s / ours.median_s:.2f}" if ours is not None else "-",
         f"{1e3 * statistics.median(result.steps_cpu_s):.0f}",
-        f"{max(memory.peak - memory.baseline for memory in result.memory) / MB:.0f}",
-        f"{max(memory.peak for memory in result.memory) / MB:.0f}",
-        calls or "none",
-        f"{sum(traffic.sent_bytes for traffic in result.collectives.values()) / MB:.1f}",
+        f"{result.peak_bytes / MB:.0f}",
+        f"{max(memory.peak_of_steps - memory.baseline for memory in result.memory) / MB:.0f}",
+        f"{profile.copies.copied_bytes / MB:.1f}",
+        f"{profile.copies.cast_bytes / MB:.1f}",
+        f"{sum(kind.sent_bytes for kind in traffic.values()) / MB:.1f}",
+        " + ".join(f"{traffic[kind].calls} {SHORT.get(kind, kind)}" for kind in traffic if kind != "receive") or "none",
+        "-" if profile.device_kernels is None else str(profile.device_kernels),
         f"{result.compile_s:.1f}",
+        f"{result.warm_compile_s:.1f}",
         f"{result.final_loss:.6f}",
         f"{result.gradient_norm:.5f}",
     ]

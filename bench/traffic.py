@@ -1,4 +1,4 @@
-"""Counts the collectives of a piece of a program, and their bytes, from PyTorch's execution trace.
+"""Counts the collectives of one training step, and their bytes, from PyTorch's execution trace of it.
 
 Every collective of every system goes through one ``c10d::*`` operator, called by hand (DDP, FSDP2) or by a
 functional collective in generated code, and the trace records its tensors' sizes and dtypes.
@@ -6,14 +6,9 @@ functional collective in generated code, and the trace records its tensors' size
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from torch.profiler import ExecutionTraceObserver
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -28,11 +23,10 @@ KINDS = {
     "broadcast_": "broadcast",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "receive",
 }
 """Operators of the c10d namespace that move data; others, such as barrier, are not counted."""
-
-SENDS = {"all_reduce": 2.0}
-"""How often an optimal algorithm sends all but a rank's own part of a buffer; once where it is not said."""
 
 
 @dataclass
@@ -45,21 +39,6 @@ class Traffic:
     sent_bytes: float = 0.0
     """what each rank has to send by a bandwidth-optimal algorithm. A library may send more: gloo's
     reduce-scatter is an all-reduce, which sends twice as much."""
-
-
-def record(run: Callable[[], object], world_size: int) -> dict[str, Traffic]:
-    """Calls ``run`` and returns its collectives by kind, as this rank saw them."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        observer = ExecutionTraceObserver()
-        observer.register_callback(str(path))
-        try:
-            observer.start()
-            run()
-            observer.stop()
-        finally:
-            observer.unregister_callback()
-        return count(json.loads(path.read_text())["nodes"], world_size)
 
 
 def count(nodes: Iterable[dict[str, Any]], world_size: int) -> dict[str, Traffic]:
@@ -75,8 +54,15 @@ def count(nodes: Iterable[dict[str, Any]], world_size: int) -> dict[str, Traffic
         traffic = found.setdefault(kind, Traffic())
         traffic.calls += 1
         traffic.payload_bytes += payload
-        traffic.sent_bytes += SENDS.get(kind, 1.0) * payload * (world_size - 1) / world_size
+        traffic.sent_bytes += payload * _sent_share(kind, world_size)
     return found
+
+
+def _sent_share(kind: str, world_size: int) -> float:
+    """How much of its buffer a rank sends: all but its own part, twice to reduce and to hand the results round."""
+    if kind in ("send", "receive"):
+        return float(kind == "send")
+    return (2.0 if kind == "all_reduce" else 1.0) * (world_size - 1) / world_size
 
 
 def _tensor_bytes(value: Any) -> int:

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import traffic
-from systems import SYSTEMS, Policy, Workload
+import wire
+from profiling import StepProfile, profiled
+from systems import SYSTEMS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from workload import Policy, Workload
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,11 @@ class Job:
     """What a rank's process is given.
 
     Attributes:
+        ranks: processes.
+        fake_world: if not None, the only process is rank 0 of that many, and its collectives do nothing.
         folder: of this system alone, for its rendezvous, logs and compiler caches.
+        start: names one start of the processes; what a start compiles, later ones find in the caches.
+        wire: joins the hosts that the ranks are on; None for one host.
         deadline_s: of each collective.
     """
 
@@ -36,13 +43,21 @@ class Job:
     policy: Policy
     workload: Workload
     ranks: int
+    fake_world: int | None
     threads: int
     folder: str
+    start: str
+    wire: wire.Wire | None
     deadline_s: float
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the systems see."""
+        return self.ranks if self.fake_world is None else self.fake_world
 
     def log(self, rank: int) -> Path:
         """Where a rank's output goes."""
-        return Path(self.folder, f"rank{rank}.log")
+        return Path(self.folder, f"{self.start}-rank{rank}.log")
 
 
 class Step(NamedTuple):
@@ -87,16 +102,17 @@ class Trainer:
     def build(self) -> None:
         """Joins the process group, builds the model and distributes it."""
         job = self.job
-        # The interface is named, or gloo would ask for the address of the host's name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            init_method=f"file://{job.folder}/rendezvous",
-            rank=self.rank,
-            world_size=job.ranks,
-            timeout=timedelta(seconds=job.deadline_s),
-            device_id=self.device if self.device.type == "cuda" else None,
-        )
+        if job.fake_world is None:
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                init_method=f"file://{job.folder}/{job.start}-rendezvous",
+                rank=self.rank,
+                world_size=job.ranks,
+                timeout=timedelta(seconds=job.deadline_s),
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
+        else:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.fake_world)
         dist.barrier()
         self._baseline = self._memory_now()
         self._peak = 0
@@ -128,9 +144,9 @@ class Trainer:
         of_steps = self._memory_peak()
         return Memory(self._baseline, max(self._peak, of_steps), of_steps)
 
-    def trace(self) -> dict[str, traffic.Traffic]:
-        """The collectives of one more training step."""
-        return traffic.record(self._train, self.job.ranks)
+    def profile(self) -> StepProfile:
+        """What one more training step does."""
+        return profiled(self._train, self.job.world_size, self.device)
 
     def check(self) -> Check:
         """Loss and gradient norm at the parameters as they are now, which it does not change."""
@@ -181,7 +197,11 @@ def serve(pipe: Connection, job: Job, rank: int) -> None:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-    # A cache of its own, empty: no system finds what another, or an earlier run, has compiled.
+    # Before anything opens a socket. The interface is named, or gloo would ask for the address of the host's name.
+    if job.wire is not None:
+        wire.enter(job.wire.host_of(rank, job.ranks))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if job.wire is None else wire.INTERFACE
+    # A cache of its own: no system finds what another, or an earlier run, has compiled.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(job.folder, "inductor"))
     torch.set_num_threads(job.threads)
     trainer: Trainer | None = None

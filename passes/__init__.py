@@ -12,6 +12,7 @@ joint          reshard      says which gathers the backward repeats and which re
 (partitioner)               cuts the joint graph into forward and backward
 partitioned    expand       each collective → a buffer, a launch and a wait
 partitioned    sink         gradients are written where they will be reduced
+partitioned    overlap      launches and waits are placed beside computation, within the memory budget
 partitioned    assign       buffers → slots of static memory, by their lifetimes
 partitioned    verify       proves what must hold before anything runs
 =============  ===========  =============================================================================
@@ -28,11 +29,15 @@ from torch import fx
 
 from .assign import assign
 from .bind import bind
-from .context import CompileContext, Pass, Stage
+from .census import census
+from .context import CompileContext, Pass, Stage, comm_of
 from .expand import expand
 from .hoist import hoist
+from .memory import peak_of
+from .overlap import ordered_nodes, overlap
 from .reshard import reshard
 from .sink import sink
+from .summary import Summary
 from .verify import verify
 
 PIPELINE: tuple[Pass, ...] = (
@@ -58,12 +63,20 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(Stage.PARTITIONED, sink, provides=frozenset({"gradients in place"})),
     Pass(
         Stage.PARTITIONED,
-        assign,
+        overlap,
         requires=frozenset({"launches and waits", "gradients in place"}),
+        provides=frozenset({"a schedule"}),
+    ),
+    Pass(
+        Stage.PARTITIONED,
+        assign,
+        requires=frozenset({"launches and waits", "gradients in place", "a schedule"}),
         provides=frozenset({"slots"}),
     ),
     Pass(Stage.PARTITIONED, verify, requires=frozenset({"launches and waits", "slots"})),
 )
+
+__all__ = ["PIPELINE", "check_pipeline", "ordered_nodes", "run_stage", "summarize"]
 
 Observer = Callable[[str, fx.GraphModule], None]
 
@@ -86,6 +99,19 @@ def run_stage(
         gm.graph.lint()
         gm.recompile()
         observe(f"after {each.name}", gm)
+
+
+def summarize(graph: fx.Graph, context: CompileContext) -> Summary:
+    """What is known of a final graph, after all passes, before it runs."""
+    assert context.part is not None
+    marks = [comm for node in graph.nodes if (comm := comm_of(node)) is not None]
+    return Summary(
+        nodes=len(graph.nodes),
+        schedule=tuple(f"{comm.role.value} {comm.kind} of {context.units[comm.unit].name}" for comm in marks),
+        entries=tuple(census(graph, context)),
+        slots=context.slot_uses[context.part],
+        peak=peak_of(graph, context),
+    )
 
 
 def check_pipeline(pipeline: Sequence[Pass]) -> None:

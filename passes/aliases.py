@@ -45,7 +45,7 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     """The argument that the node's result is a view of, or is."""
     if node.target is getitem:
         source = node.args[0]
-        return source if isinstance(source, fx.Node) and _aliased(source) is not None else None
+        return source if isinstance(source, fx.Node) else None
     if node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
     if isinstance(node.target, OpOverload):

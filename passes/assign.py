@@ -8,6 +8,7 @@ large ones. A buffer that outlives the graph (parameters kept for the backward, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from ..torch_internals import fake_mode_of
 from .aliases import bases_of, is_view
 from .context import CompileContext, buffer_of
 from .edit import call, order_of
+from .summary import SlotUse, Tenant
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,19 @@ class _Tenants:
     dtype: torch.dtype
     lifetimes: list[Lifetime] = field(default_factory=list)
 
+    @property
+    def spec(self) -> SlotSpec:
+        largest = self.lifetimes[0].node.meta["val"]
+        return SlotSpec(largest.numel(), largest.dtype, largest.device)
+
 
 def assign(gm: fx.GraphModule, context: CompileContext) -> None:
     assert context.part is not None
-    slots: list[_Tenants] = []
-    for lifetime in sorted(lifetimes(gm.graph), key=lambda each: (-each.numel, each.first)):
-        fitting = (
-            slot
-            for slot in slots
-            if slot.dtype == lifetime.dtype and not any(lifetime.overlaps(other) for other in slot.lifetimes)
-        )
-        slot = next(fitting, None)
-        if slot is None:
-            slots.append(slot := _Tenants(lifetime.dtype))
-        slot.lifetimes.append(lifetime)
-    context.slots[context.part] = tuple(_append_input(gm.graph, f"slot_{i}", slot) for i, slot in enumerate(slots))
+    slots = _share(lifetimes(gm.graph))
+    context.slot_uses[context.part] = tuple(_describe(slot, context) for slot in slots)
+    context.slots[context.part] = tuple(slot.spec for slot in slots)
+    for number, slot in enumerate(slots):
+        _append_input(gm.graph, f"slot_{number}", slot)
 
 
 def lifetimes(graph: fx.Graph) -> list[Lifetime]:
@@ -78,17 +78,47 @@ def lifetimes(graph: fx.Graph) -> list[Lifetime]:
     ]
 
 
-def _append_input(graph: fx.Graph, name: str, slot: _Tenants) -> SlotSpec:
-    largest = slot.lifetimes[0].node.meta["val"]
+def slots_of(graph: fx.Graph) -> tuple[SlotSpec, ...]:
+    """The slots that :func:`assign` would give the graph."""
+    return tuple(slot.spec for slot in _share(lifetimes(graph)))
+
+
+def _share(buffers: Sequence[Lifetime]) -> list[_Tenants]:
+    slots: list[_Tenants] = []
+    for lifetime in sorted(buffers, key=lambda each: (-each.numel, each.first)):
+        fitting = (
+            slot
+            for slot in slots
+            if slot.dtype == lifetime.dtype and not any(lifetime.overlaps(other) for other in slot.lifetimes)
+        )
+        slot = next(fitting, None)
+        if slot is None:
+            slots.append(slot := _Tenants(lifetime.dtype))
+        slot.lifetimes.append(lifetime)
+    return slots
+
+
+def _describe(slot: _Tenants, context: CompileContext) -> SlotUse:
+    size = slot.dtype.itemsize
+    tenants = []
+    for lifetime in sorted(slot.lifetimes, key=lambda each: each.first):
+        buffer = buffer_of(lifetime.node)
+        assert buffer is not None
+        what = f"{buffer.use.value} of {context.units[buffer.unit].name}"
+        tenants.append(Tenant(what, lifetime.numel * size, lifetime.first, lifetime.last))
+    return SlotUse(str(slot.dtype), slot.lifetimes[0].numel * size, tuple(tenants))
+
+
+def _append_input(graph: fx.Graph, name: str, slot: _Tenants) -> None:
+    spec = slot.spec
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1]):
         placeholder = graph.placeholder(name)
     with fake_mode_of(graph):
-        placeholder.meta["val"] = torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
+        placeholder.meta["val"] = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
     for lifetime in slot.lifetimes:
         with graph.inserting_before(lifetime.node):
             mark = lifetime.node.meta["vescale"]
             part = call(graph, torch.ops.aten.slice.Tensor, placeholder, 0, 0, lifetime.numel, mark=mark)
         lifetime.node.replace_all_uses_with(part)
         graph.erase_node(lifetime.node)
-    return SlotSpec(largest.numel(), largest.dtype, largest.device)

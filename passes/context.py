@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ..cost import Cluster
 from ..runtime.pool import SlotSpec
 from ..runtime.unshard import CommSpec, ParamView
+from ..schedule import Scheduled
+from .summary import SlotUse, Summary
 
 
 class Stage(enum.Enum):
@@ -128,6 +131,8 @@ class CompileContext:
     Attributes:
         rank: this process's rank, for messages.
         lowering: what will run the graphs.
+        cluster: what the cost model predicts for.
+        memory_budget: bytes that a step may take on a rank, without optimizer states; None for what overlap needs.
         units: units in the order in which the graph first needs them.
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
@@ -135,11 +140,16 @@ class CompileContext:
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
         collectives: each verified graph's collectives, in order, one line each.
         slots: each graph's static memory, in the order of the inputs that the assign pass appends.
+        slot_uses: what lies in each of them.
+        predicted: the schedule of each graph that has collectives, and what it should do.
+        summaries: what is known of each final graph.
         part: which graph the partitioned passes are working on.
     """
 
     rank: int
     lowering: Lowering
+    cluster: Cluster
+    memory_budget: int | None
     units: tuple[GraphUnit, ...]
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()
@@ -147,6 +157,9 @@ class CompileContext:
     results: int = 0
     collectives: dict[Part, list[str]] = field(default_factory=dict)
     slots: dict[Part, tuple[SlotSpec, ...]] = field(default_factory=dict)
+    slot_uses: dict[Part, tuple[SlotUse, ...]] = field(default_factory=dict)
+    predicted: dict[Part, Scheduled] = field(default_factory=dict)
+    summaries: dict[Part, Summary] = field(default_factory=dict)
     part: Part | None = None
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class _Sinking:
         if before := place.before(value):
             return self.write(self._drop(value), before)
         if not place.fits(value_of(value)):
-            return self._copy(value, place, f"{value.target} gives another dtype")
+            return self._copy(value, place, f"{_operator(value)} gives another dtype")
         if value.target in _MATMULS:
             if not place.aligned:
                 return self._copy(value, place, "its place is not aligned to 16 bytes")
@@ -93,15 +94,15 @@ class _Sinking:
         if value.target is _aten.embedding_dense_backward.default and not value.args[4]:
             grad, indices, _, padding, _ = value.args
             return self._insert_and_drop(value, ops.embedding_into, place, grad, indices, padding)
-        if self.context.lowering is Lowering.EAGER:
-            return self._write_out(value, place)
-        if value.target is _aten.add.Tensor and not value.kwargs and (last := self._accumulate(value, place)):
-            return last
         if self._is_scatter(value):
             with self.graph.inserting_before(value):
                 call(self.graph, _aten.fill_.Scalar, place.insert(), 0)
             return self._scatter(value, place)
-        return self._copy(value, place, f"computed by {value.target}")
+        if self.context.lowering is Lowering.EAGER:
+            return self._write_out(value, place)
+        if value.target is _aten.add.Tensor and not value.kwargs and (last := self._accumulate(value, place)):
+            return last
+        return self._copy(value, place, f"computed by {_operator(value)}")
 
     def _accumulate(self, total: fx.Node, place: Place) -> int | None:
         """Writes the earlier summand of two and has the later one, a product or a scatter, added to it."""
@@ -151,7 +152,7 @@ class _Sinking:
     def _write_out(self, value: fx.Node, place: Place) -> int:
         out = out_variant(value.target) if isinstance(value.target, OpOverload) else None
         if out is None:
-            return self._copy(value, place, f"{value.target} has no out= form")
+            return self._copy(value, place, f"computed by {_operator(value)}")
         with self.graph.inserting_before(value):
             call(self.graph, out, *value.args, **value.kwargs, out=place.insert())
         place_in_order = self.order[value]
@@ -188,3 +189,10 @@ class _Sinking:
         source = view.all_input_nodes[0]
         self.graph.erase_node(view)
         return source
+
+
+def _operator(value: fx.Node) -> str:
+    """The operator that computes a value, be it one of several results."""
+    if value.target is getitem:
+        return f"{value.all_input_nodes[0].target}, which has several results"
+    return str(value.target)

@@ -1,7 +1,7 @@
 """Proof, before anything runs, that all ranks are about to do the same collectives.
 
 Ranks that disagree on the shape or order of their collectives hang, or exchange garbage. So each rank posts a
-digest of what it is about to do in the process group's store; the group's first rank compares, and its verdict
+digest of what it is about to do in the default process group's store; the first of them compares, and its verdict
 reaches all. O(world size) small messages in all, no collective, and every wait has a deadline.
 """
 
@@ -17,12 +17,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals import default_store
-from .buffer import FlatBuffer
+from .dbuffer import DBuffer
 
 DEADLINE_S = 300.0
 _MOST_NAMED = 8  # ranks that a message describes one by one
+_SAME_MODEL = (
+    "Every rank must build the same model, in the same order, with the same parameters frozen, and compile it alike."
+)
+_SAME_VALUES = (
+    "Replicas must begin with equal parameters, or they stay different: seed all ranks alike where the model is "
+    "built, or load one checkpoint on all."
+)
 
 _agreed_graphs: set[tuple[str, ...]] = set()
 _exchanges: dict[str, itertools.count[int]] = {}
@@ -37,63 +45,74 @@ class RanksMissing(RuntimeError):
 
 
 @torch.compiler.disable
-def agree_on_buffers(buffers: Sequence[FlatBuffer], *, deadline_s: float = DEADLINE_S) -> None:
-    """:func:`agree` on the layout of units, once for each buffer, where it is first read.
+def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE_S) -> None:
+    """:func:`agree` on the layout of units, and of replicas on their values, once for each buffer, where first read.
 
     Every rank comes to that point, whether it compiles a graph there or has one already.
     """
     fresh = [buffer for buffer in buffers if not buffer.agreed]
-    for group in dict.fromkeys(buffer.group for buffer in fresh):
-        members = [buffer for buffer in fresh if buffer.group is group]
-        agree(group, "sharded model", [line for each in members for line in each.describe()], deadline_s=deadline_s)
+    for mesh in dict.fromkeys(buffer.mesh for buffer in fresh):
+        members = [buffer for buffer in fresh if buffer.mesh == mesh]
+        lines = [line for each in members for line in each.describe()]
+        agree(mesh, "sharded model", lines, deadline_s=deadline_s)
+        if any(buffer.replicas is not None for buffer in members):
+            sums = [f"unit {each.name}: checksum of this shard {each.checksum()}" for each in members]
+            names = mesh.mesh_dim_names or ()
+            agree(mesh[names[0]], "values of replicas", sums, remedy=_SAME_VALUES, deadline_s=deadline_s)
         for buffer in members:
             buffer.agreed = True
 
 
-def agree_on_graph(group: dist.ProcessGroup, collectives: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
+def agree_on_graph(buffers: Sequence[DBuffer], collectives: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
     """:func:`agree` on the order, sizes and dtypes of a graph's collectives, once for each sequence of them.
 
     A rank that compiles again by itself, for another batch size, say, has the collectives of the first time, and
     waits for nobody.
     """
-    key = (group.group_name, *collectives)
-    if key not in _agreed_graphs:
-        agree(group, "compiled graph", collectives, deadline_s=deadline_s)
-        _agreed_graphs.add(key)
+    for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
+        key = (_name(mesh), *collectives)
+        if key not in _agreed_graphs:
+            agree(mesh, "compiled graph", collectives, deadline_s=deadline_s)
+            _agreed_graphs.add(key)
 
 
-def agree(group: dist.ProcessGroup, what: str, lines: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
-    """Raises on every rank of ``group`` unless all of them call this with the same ``lines``.
+def agree(
+    mesh: DeviceMesh, what: str, lines: Sequence[str], *, remedy: str = _SAME_MODEL, deadline_s: float = DEADLINE_S
+) -> None:
+    """Raises on every rank of ``mesh`` unless all of them call this with the same ``lines``.
 
     Args:
-        group: whose ranks must agree. With one rank, or the ``fake`` backend, there is nothing to check.
+        mesh: whose ranks must agree, those of all its dimensions. With one rank, or the ``fake`` backend, there is
+            nothing to check.
         what: names the object of the check in messages.
         lines: what must be equal. The first line that differs is quoted.
+        remedy: ends the message of RanksDisagree.
         deadline_s: how long to wait for the other ranks, seconds.
 
     Raises:
         RanksDisagree: naming the ranks that differ, and the first difference.
         RanksMissing: naming the ranks that did not arrive.
     """
-    if group.size() == 1 or dist.get_backend(group) == "fake":
+    if mesh.size() == 1 or dist.get_backend() == "fake":
         return
-    exchange = _Exchange(group, what, list(lines), deadline_s)
-    message = exchange.judge() if group.rank() == 0 else exchange.read_verdict()
+    exchange = _Exchange(mesh, what, list(lines), remedy, deadline_s)
+    message = exchange.judge() if exchange.rank == exchange.ranks[0] else exchange.read_verdict()
     if message is not None:
         missing = message.startswith("no answer")
         raise (RanksMissing if missing else RanksDisagree)(f"[rank {dist.get_rank()}] {what}: {message}")
 
 
 class _Exchange:
-    def __init__(self, group: dist.ProcessGroup, what: str, lines: list[str], deadline_s: float) -> None:
+    def __init__(self, mesh: DeviceMesh, what: str, lines: list[str], remedy: str, deadline_s: float) -> None:
         self.store = default_store()
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks = _ranks_of(mesh)
         self.rank = dist.get_rank()
         self.lines = [what, *lines]
+        self.remedy = remedy
         self.deadline = time.monotonic() + deadline_s
         self.deadline_s = deadline_s
-        ordinal = next(_exchanges.setdefault(group.group_name, itertools.count()))
-        self.prefix = f"vescale/{group.group_name}/{ordinal}"
+        name = _name(mesh)
+        self.prefix = f"vescale/{name}/{next(_exchanges.setdefault(name, itertools.count()))}"
         digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._post(f"digest/{self.rank}", digest)
 
@@ -145,10 +164,7 @@ class _Exchange:
                 ("?", "?"),
             )
             parts.append(f"rank {rank} has {mine or 'nothing'!r} where rank {like} has {theirs or 'nothing'!r}")
-        return (
-            f"ranks {_some(differing)} differ from the others: {'; '.join(parts)}. Every rank must build "
-            "the same model, in the same order, with the same parameters frozen, and compile it alike."
-        )
+        return f"ranks {_some(differing)} differ from the others: {'; '.join(parts)}. {self.remedy}"
 
     def _post(self, key: str, value: str) -> None:
         self.store.set(f"{self.prefix}/{key}", value)
@@ -163,6 +179,16 @@ class _Exchange:
                 raise
             return None
         return self.store.get(f"{self.prefix}/{key}").decode()
+
+
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    """All ranks of a mesh, of whom each of its process groups may have some only."""
+    return sorted(mesh.mesh.flatten().tolist())
+
+
+def _name(mesh: DeviceMesh) -> str:
+    """The same on all ranks of the mesh, as no name of its process groups is."""
+    return hashlib.sha256(repr(_ranks_of(mesh)).encode()).hexdigest()[:16]
 
 
 def _some(ranks: list[int]) -> str:

@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from ..torch_internals import after_backward
 from . import ops
-from .buffer import FlatBuffer
+from .dbuffer import DBuffer
 
 
 class Binding(NamedTuple):
     """What a sharded parameter knows of its buffer: kept on the tensor as ``_vescale_binding``."""
 
-    buffer: FlatBuffer
+    buffer: DBuffer
     slot: int  # index in ``buffer.slots``
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
@@ -63,7 +63,7 @@ def bound(param: Tensor) -> Binding:
     return binding
 
 
-def flat_input(buffer: FlatBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int]) -> Tensor:
+def flat_input(buffer: DBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int]) -> Tensor:
     """Returns the tensor through which the gradients of ``params`` will come back.
 
     Args:
@@ -84,7 +84,7 @@ class _FlatInput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        buffer: FlatBuffer,
+        buffer: DBuffer,
         reduced: bool,
         reduce_now: bool,
         used: set[int],
@@ -99,17 +99,19 @@ class _FlatInput(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # a second derivative would lack what the reduction does
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        buffer: FlatBuffer = ctx.buffer
+        buffer: DBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params
         inputs = {p._vescale_binding.slot for p in params}
-        owed = inputs & ctx.used
+        owed = inputs & ctx.used if grad is not None else set()
         if grad is not None and not ctx.reduced:
             buffer.accumulate(grad, owed)
             grad = None
         if ctx.reduce_now and buffer.unreduced is not None:
             accumulated, accumulated_for = buffer.take_unreduced()
             late = _reduce(buffer, accumulated)
-            grad = late if grad is None else grad + late
+            if grad is not None:
+                buffer.add_reduced(late, accumulated_for, grad, owed)
+            grad = late
             owed = owed | accumulated_for
         if ctx.reduce_now and any(peer.unreduced is not None for peer in buffer.sync.peers):
             after_backward(functools.partial(_reduce_left, buffer.sync.peers))
@@ -119,14 +121,14 @@ class _FlatInput(torch.autograd.Function):
         return None, None, None, None, *(_local_grad(p, grad, owed) for p in params)
 
 
-def _reduce(buffer: FlatBuffer, packed: Tensor) -> Tensor:
+def _reduce(buffer: DBuffer, packed: Tensor) -> Tensor:
     """Averages an unreduced gradient [world_size * S] over the ranks: this rank's [S], in the shard's dtype."""
     comm = buffer.comm()
     reduced = ops.reduce_scatter(packed, comm.unit, comm.group, comm.replicas)
     return reduced.to(buffer.shard.dtype)
 
 
-def _reduce_left(buffers: Sequence[FlatBuffer]) -> None:
+def _reduce_left(buffers: Sequence[DBuffer]) -> None:
     """Reduces what earlier micro-batches accumulated for units that the last one did not use."""
     for buffer in buffers:
         if buffer.unreduced is not None and buffer.sync.enabled:
@@ -139,7 +141,7 @@ def _local_grad(param: ShardedParameter, flat_grad: Tensor, owed: set[int]) -> T
     return param.with_local(buffer.local(flat_grad, index)) if index in owed else None
 
 
-def _give(buffer: FlatBuffer, flat_grad: Tensor, indices: set[int]) -> None:
+def _give(buffer: DBuffer, flat_grad: Tensor, indices: set[int]) -> None:
     """Gradients of parameters that earlier micro-batches used and the last one did not: autograd can't."""
     for index in sorted(indices):
         param = buffer.params[index]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .boundary import Binding, flat_input
-from .buffer import FlatBuffer
+from .dbuffer import DBuffer
 from .unshard import unshard
 
 
@@ -35,16 +35,16 @@ class _OpenBuffer:
     gathered: _Gathered | None = field(default=None)
 
 
-_open: dict[FlatBuffer, _OpenBuffer] = {}
+_open: dict[DBuffer, _OpenBuffer] = {}
 
 
 @contextlib.contextmanager
-def gathered_once(buffers: Iterable[FlatBuffer]) -> Iterator[None]:
+def gathered_once(buffers: Iterable[DBuffer]) -> Iterator[None]:
     """While open, each of ``buffers`` is gathered once, however many of its parameters are read."""
     opened = list(buffers)
     for buffer in opened:
         _open.setdefault(buffer, _OpenBuffer()).depth += 1
-    closed: list[tuple[FlatBuffer, _OpenBuffer]] = []
+    closed: list[tuple[DBuffer, _OpenBuffer]] = []
     try:
         yield
     finally:
@@ -71,12 +71,12 @@ def unsharded(binding: Binding) -> Tensor:
     return gathered.params[index]
 
 
-def _key(buffer: FlatBuffer) -> tuple[bool, bool, int]:
+def _key(buffer: DBuffer) -> tuple[bool, bool, int]:
     """Changes with whatever makes a gathered copy unusable: autograd's modes, a write to the shard."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _version(buffer.shard)
 
 
-def _gather(buffer: FlatBuffer) -> _Gathered:
+def _gather(buffer: DBuffer) -> _Gathered:
     used: set[int] = set()
     reduced = buffer.sync.in_graph
     flat = flat_input(buffer, buffer.params, reduced=reduced, used=used)
@@ -98,7 +98,7 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _check_unwritten(buffer: FlatBuffer, gathered: _Gathered | None) -> None:
+def _check_unwritten(buffer: DBuffer, gathered: _Gathered | None) -> None:
     """A gathered parameter is a copy: writing to it in a forward would be lost without a word."""
     if gathered is not None and _version(gathered.params[0]) != gathered.version:
         raise RuntimeError(

@@ -2,18 +2,22 @@
 
 Graphs run one after another, and what a slot holds never outlives the graph that filled it. So a graph's first slot of
 a dtype is every graph's first: as large as the largest that a living graph asked for. Slots are allocated when a
-graph is first called, all of its slots together, and freed with the last graph that uses them.
+graph is first called, all of its slots together, and freed with the last graph that uses them. They come from
+PyTorch's allocator, or, where it was asked for, from the registered memory of a process group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from .registered import allocate_registered
 
 
 class SlotSpec(NamedTuple):
@@ -27,23 +31,35 @@ class SlotSpec(NamedTuple):
 class _Memory:
     """A slot's memory; grows when a graph comes that wants more."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.tensor: Tensor | None = None
+        self.group = group  # whose registered memory it is
 
     def take(self, spec: SlotSpec) -> Tensor:
         if self.tensor is None or self.tensor.numel() < spec.numel:
             self.tensor = None  # freed before its successor is allocated
             with torch.inference_mode(False):  # the next graph may train
-                self.tensor = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
+                self.tensor = self._allocate(spec)
         return self.tensor.narrow(0, 0, spec.numel)
 
+    def _allocate(self, spec: SlotSpec) -> Tensor:
+        if self.group is not None:
+            return allocate_registered(spec.numel, spec.dtype, spec.device, self.group)
+        return torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
 
-_memories: WeakValueDictionary[tuple[torch.dtype, torch.device, int], _Memory] = WeakValueDictionary()
+
+_memories: WeakValueDictionary[tuple[Any, ...], _Memory] = WeakValueDictionary()
 
 
-def with_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
-    """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments."""
-    memories = _reserve(specs)
+def with_slots(
+    run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec], registered: dist.ProcessGroup | None = None
+) -> Callable[[list[Any]], Any]:
+    """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments.
+
+    Args:
+        registered: the process group whose registered memory the slots are; None for PyTorch's allocator.
+    """
+    memories = _reserve(specs, registered)
 
     def call(args: list[Any]) -> Any:
         args.extend(memory.take(spec) for memory, spec in zip(memories, specs, strict=True))
@@ -53,11 +69,25 @@ def with_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Ca
     return call
 
 
-def _reserve(specs: Sequence[SlotSpec]) -> list[_Memory]:
+def pooled_bytes(graphs: Iterable[Sequence[SlotSpec]]) -> int:
+    """What the slots of several graphs take together: the largest of those that are one."""
+    largest: dict[tuple[Any, ...], int] = {}
+    for specs in graphs:
+        for key, spec in zip(_places(specs), specs, strict=True):
+            largest[key] = max(largest.get(key, 0), spec.numel * spec.dtype.itemsize)
+    return sum(largest.values())
+
+
+def _reserve(specs: Sequence[SlotSpec], registered: dist.ProcessGroup | None) -> list[_Memory]:
+    return [_memories.setdefault((registered, *place), _Memory(registered)) for place in _places(specs)]
+
+
+def _places(specs: Sequence[SlotSpec]) -> list[tuple[torch.dtype, torch.device, int]]:
+    """Which of the slots of its dtype and device each is."""
     taken: Counter[tuple[torch.dtype, torch.device]] = Counter()
-    memories = []
+    places = []
     for spec in specs:
         kind = (spec.dtype, spec.device)
-        memories.append(_memories.setdefault((*kind, taken[kind]), _Memory()))
+        places.append((*kind, taken[kind]))
         taken[kind] += 1
-    return memories
+    return places

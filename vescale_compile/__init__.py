@@ -8,6 +8,7 @@ if TYPE_CHECKING:
 
     from . import optim
     from .accumulation import no_sync
+    from .inspection import explain
     from .planner import Elements, Rows, TensorSpec, Whole, plan_unit
     from .ragged.dtensor import RaggedDTensor
     from .ragged.placement import RaggedShard
@@ -21,6 +22,7 @@ __all__ = [
     "Rows",
     "TensorSpec",
     "Whole",
+    "explain",
     "fully_shard",
     "no_sync",
     "optim",
@@ -32,6 +34,7 @@ _HOMES = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "RaggedDTensor": "vescale_compile.ragged.dtensor",
     "RaggedShard": "vescale_compile.ragged.placement",
+    "explain": "vescale_compile.inspection",
     "fully_shard": "vescale_compile.sharding",
     "no_sync": "vescale_compile.accumulation",
 }

@@ -19,12 +19,15 @@ from .capture import Capture, capture
 from .compiled import CompiledGraph, check_agreement
 from .dump import GraphDump
 from .options import Options, read_options
-from .passes import run_stage
+from .passes import ordered_nodes, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
+from .report import GraphReport, check_budget
 from .runtime.agreement import agree_on_buffers
 from .runtime.pool import SlotSpec, with_slots
+from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
 from .torch_internals import (
+    KeptOrder,
     WrappedPartitioner,
     aot_compile,
     inductor_compile,
@@ -41,6 +44,7 @@ def vescale(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    on_compiled: Callable[[GraphReport], None] | None = None,
 ) -> Callable[..., Any]:
     """Compiles one graph that Dynamo captured.
 
@@ -49,19 +53,22 @@ def vescale(
         example_inputs: its arguments: tensors, sharded parameters, symbolic integers.
         options: see :class:`vescale_compile.options.Options`.
         mode: must be None.
+        on_compiled: called with what is known of the compiled graph, before it first runs.
 
     Raises:
         ValueError: an option that does not exist, or has an impossible value.
         GraphError: a graph that can't be compiled, or that breaks an invariant.
         RanksDisagree, RanksMissing: the ranks are not about to do the same collectives.
+        RuntimeError: ``registered_memory`` was asked for where the process group has none.
     """
     if mode is not None:
         raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
     read = read_options(options)
-    captured = capture(gm, example_inputs, Lowering(read.lowering))
+    captured = capture(gm, example_inputs, read)
     if captured is None:
         return _compile_unsharded(gm, example_inputs, read)
     agree_on_buffers(captured.buffers, deadline_s=read.deadline)
+    registered = registering_group(captured.buffers) if read.registered_memory else None
     dump = GraphDump(captured.context.rank)
     run_stage(
         Stage.CAPTURED,
@@ -71,8 +78,13 @@ def vescale(
     )
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
     lower = {Lowering.INDUCTOR: _lower_inductor, Lowering.EAGER: _lower_eager}[captured.context.lowering]
-    run = lower(captured, inputs, dump)
+    add_slots = functools.partial(with_slots, registered=registered)
+    run = lower(captured, inputs, dump, add_slots)
     check_agreement(captured, read.deadline)
+    report = GraphReport.of(captured)
+    check_budget(report, read.budget_bytes)
+    if on_compiled is not None:
+        on_compiled(report)
     return CompiledGraph(captured, run, read.deadline).call
 
 
@@ -80,7 +92,9 @@ def _flat_examples(context: CompileContext) -> list[Any]:
     return [tensor for unit in context.units for tensor in (unit.shard, unit.port) if tensor is not None]
 
 
-def _lower_inductor(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -> Callable[..., Any]:
+def _lower_inductor(
+    captured: Capture, inputs: Sequence[Any], dump: GraphDump, add_slots: Callable[..., Any]
+) -> Callable[..., Any]:
     context = captured.context  # not the capture: what is compiled must not keep the model's buffers
 
     def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -88,22 +102,29 @@ def _lower_inductor(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -
         part = Part.BACKWARD if kwargs.get("is_backward") else part
         slots = _run_partitioned(gm, context, part, dump)
         examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
-        return with_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
+        return add_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
 
     return inductor_compile(
         captured.gm,
         inputs,
         inner_compile=compile_part,
-        config_patches={"custom_partitioner_fn": _partitioner(captured.context, dump)},
+        config_patches={
+            "custom_partitioner_fn": _partitioner(captured.context, dump),
+            # The schedule is ours.
+            "post_grad_custom_post_pass": KeptOrder(ordered_nodes),
+            "reorder_for_peak_memory": False,
+        },
     )
 
 
-def _lower_eager(captured: Capture, inputs: Sequence[Any], dump: GraphDump) -> Callable[..., Any]:
+def _lower_eager(
+    captured: Capture, inputs: Sequence[Any], dump: GraphDump, add_slots: Callable[..., Any]
+) -> Callable[..., Any]:
     context = captured.context
 
     def finish(gm: fx.GraphModule, inputs: Sequence[Any], *, part: Part) -> Callable[..., Any]:
         slots = _run_partitioned(gm, context, part, dump)
-        return with_slots(run_boxed(gm), slots)
+        return add_slots(run_boxed(gm), slots)
 
     return aot_compile(
         captured.gm,
@@ -127,6 +148,7 @@ def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, du
     """Runs the passes on one of the final graphs; returns what it wants as inputs besides its own."""
     context.part = part
     run_stage(Stage.PARTITIONED, gm, context, functools.partial(dump.write, stage=part.value))
+    context.summaries[part] = summarize(gm.graph, context)
     return context.slots[part]
 
 

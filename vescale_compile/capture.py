@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from .hardware import cluster_for
+from .options import Options
 from .passes.context import CompileContext, GraphUnit, Lowering, ParamInput
 from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import Binding, bound
-from .runtime.buffer import FlatBuffer
+from .runtime.dbuffer import DBuffer
 from .torch_internals import copy_capture_marks, tracing_fake_mode
 
 
@@ -49,16 +51,16 @@ class Capture:
     gm: fx.GraphModule
     context: CompileContext
     units: tuple[CapturedUnit, ...]
-    buffers: tuple[FlatBuffer, ...]
+    buffers: tuple[DBuffer, ...]
     others: tuple[int, ...]
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], lowering: Lowering) -> Capture | None:
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Capture | None:
     """Reads the sharded parameters among the example inputs; None if there are none."""
     bindings = {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
     if not bindings:
         return None
-    positions: dict[FlatBuffer, list[int]] = {}
+    positions: dict[DBuffer, list[int]] = {}
     for position in _by_first_use(gm, bindings):
         positions.setdefault(bindings[position].buffer, []).append(position)
     units = tuple(
@@ -75,9 +77,18 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], lowering: Lowerin
         for ordinal, unit in enumerate(units)
         for view, position in enumerate(unit.positions)
     }
+    shard = next(iter(positions)).shard
+    context = CompileContext(
+        rank=dist.get_rank(),
+        lowering=Lowering(options.lowering),
+        cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
+        memory_budget=options.budget_bytes,
+        units=tuple(unit.graph for unit in units),
+        params=params,
+    )
     return Capture(
         gm=_copy(gm),
-        context=CompileContext(dist.get_rank(), lowering, tuple(unit.graph for unit in units), params),
+        context=context,
         units=units,
         buffers=tuple(positions),
         others=tuple(i for i in range(len(example_inputs)) if i not in bindings),
@@ -96,7 +107,7 @@ def _by_first_use(gm: fx.GraphModule, bindings: dict[int, Binding]) -> list[int]
     return sorted(bindings, key=lambda position: (first_use(position), position))
 
 
-def _graph_unit(ordinal: int, buffer: FlatBuffer, params: Sequence[Tensor]) -> GraphUnit:
+def _graph_unit(ordinal: int, buffer: DBuffer, params: Sequence[Tensor]) -> GraphUnit:
     views = tuple(buffer.view_of(bound(param).slot, trainable=param.requires_grad) for param in params)
     needs_grad = torch.is_grad_enabled() and any(view.trainable for view in views)
     reduces = buffer.sync.in_graph or not needs_grad

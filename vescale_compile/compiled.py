@@ -9,7 +9,7 @@ from .capture import Capture, CapturedUnit
 from .passes.context import GraphError
 from .runtime.agreement import agree_on_buffers, agree_on_graph
 from .runtime.boundary import binding_of, flat_input
-from .runtime.buffer import FlatBuffer
+from .runtime.dbuffer import DBuffer
 
 
 class CompiledGraph:
@@ -41,7 +41,7 @@ class CompiledGraph:
         return self._run(*flats, *(args[position] for position in self._others))
 
 
-def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> FlatBuffer:
+def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> DBuffer:
     """The one buffer that all of the unit's arguments are in, at the places they had at capture.
 
     Dynamo's guards see to it: each parameter's place is a value that module code reads, and which parameters
@@ -60,5 +60,4 @@ def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> FlatBuffer
 def check_agreement(captured: Capture, deadline: float) -> None:
     """Compares the compiled graph's collectives with the other ranks'."""
     lines = [f"{part.value}: {line}" for part, lines in captured.context.collectives.items() for line in lines]
-    for group in dict.fromkeys(buffer.group for buffer in captured.buffers):
-        agree_on_graph(group, lines, deadline_s=deadline)
+    agree_on_graph(captured.buffers, lines, deadline_s=deadline)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .cost import Cluster
 from .runtime.agreement import DEADLINE_S
 
 LOWERINGS = ("inductor", "eager")
@@ -20,16 +22,46 @@ class Options:
         lowering: ``"inductor"`` generates code; ``"eager"`` runs the graphs' operators one by one, for
             debugging and for bit-exact comparison with ``backend="aot_eager"``.
         deadline: seconds that a rank waits for the others' word that they compiled the same collectives.
+        memory_budget: bytes that a step may take on a rank, optimizer states apart: a number, or text such as
+            ``"40GB"``. Compiling raises GraphError where no schedule fits. None: what it
+            takes to gather and to reduce one unit ahead.
+        cluster: what schedules are made for: a :class:`vescale_compile.cost.Cluster`, the name of a preset
+            (``"h100"``), or the path of a calibration file. None: what this machine seems to be.
+        registered_memory: slots are memory that the process group has registered with its network (NCCL). Compiling
+            raises RuntimeError where it has none.
     """
 
     lowering: str = "inductor"
     deadline: float = DEADLINE_S
+    memory_budget: int | str | None = None
+    cluster: str | Cluster | None = None
+    registered_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
             raise ValueError(f"vescale option lowering={self.lowering!r}: choose one of {', '.join(LOWERINGS)}")
         if not isinstance(self.deadline, int | float) or self.deadline <= 0:
             raise ValueError(f"vescale option deadline={self.deadline!r}: give a number of seconds above 0")
+        if not isinstance(self.cluster, str | Cluster | None):
+            raise ValueError(f"vescale option cluster={self.cluster!r}: give a Cluster, a preset's name or a file")
+        _ = self.budget_bytes
+        if not isinstance(self.registered_memory, bool):
+            raise ValueError(f"vescale option registered_memory={self.registered_memory!r}: give True or False")
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The memory budget in bytes."""
+        given = self.memory_budget
+        if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
+            return given
+        match = (
+            re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B\s*", given, re.IGNORECASE)
+            if isinstance(given, str)
+            else None
+        )
+        if match is None:
+            raise ValueError(f"vescale option memory_budget={given!r}: give bytes, or a text such as '40GB'")
+        return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
 def read_options(given: Mapping[str, Any] | None) -> Options:

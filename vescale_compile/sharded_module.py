@@ -20,7 +20,7 @@ from .ragged.dtensor import RaggedDTensor
 from .runtime import eager
 from .runtime.agreement import agree_on_buffers
 from .runtime.boundary import Binding, binding_of
-from .runtime.buffer import FlatBuffer
+from .runtime.dbuffer import DBuffer
 from .runtime.marker import unshard_param
 from .storage import convert_buffer
 from .torch_internals import in_backward, never_start_tracing_at
@@ -36,7 +36,7 @@ class Access:
     """
 
     place: str
-    buffer: FlatBuffer
+    buffer: DBuffer
 
     @staticmethod
     def to(binding: Binding) -> Access:
@@ -57,7 +57,7 @@ _forward = _Forward()
 class Unit:
     """What makes a module a unit: its own buffers, and the casts that mixed precision asks for at its edge."""
 
-    buffers: tuple[FlatBuffer, ...]
+    buffers: tuple[DBuffer, ...]
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
 
@@ -116,8 +116,14 @@ class ShardedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also forgets gradients that ``no_sync`` accumulated and no reduction has taken."""
-        super().zero_grad(set_to_none)
+        """As ``nn.Module.zero_grad``; with ``set_to_none=False`` one kernel for each unit, not for each parameter.
+
+        Also forgets gradients that ``no_sync`` accumulated and no reduction has taken.
+        """
+        if set_to_none:
+            super().zero_grad()
+        else:
+            _zero_together([param.grad for param in self.parameters() if param.grad is not None])
         for buffer in buffers_in(self):
             if buffer.unreduced is not None:
                 buffer.take_unreduced()
@@ -183,17 +189,28 @@ def _reader(name: str) -> Callable[[ShardedModule], Any]:
     return read
 
 
-def buffers_read_by(module: ShardedModule) -> list[FlatBuffer]:
+def buffers_read_by(module: ShardedModule) -> list[DBuffer]:
     """Buffers that the module's forward reads: those of its own parameters and, if it is a unit, its unit's."""
     own = [access.buffer for access in module._vescale_access.values()]
     unit = module._vescale_unit.buffers if module._vescale_unit is not None else ()
     return list(dict.fromkeys([*unit, *own]))
 
 
-def buffers_in(module: nn.Module) -> list[FlatBuffer]:
+def buffers_in(module: nn.Module) -> list[DBuffer]:
     """Buffers of all units in the module, and those that its parts read besides."""
     parts = [part for part in module.modules() if isinstance(part, ShardedModule)]
     return list(dict.fromkeys(buffer for part in parts for buffer in buffers_read_by(part)))
+
+
+@torch.no_grad()
+def _zero_together(grads: list[Tensor]) -> None:
+    for grad in grads:
+        if grad.grad_fn is not None:
+            grad.detach_()
+        else:
+            grad.requires_grad_(False)
+    if grads:
+        torch._foreach_zero_(grads)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import stale_optimizers
+from .mesh import DataParallelMesh, data_parallel_mesh
 from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
 from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
-from .runtime.boundary import Binding
-from .runtime.buffer import CommPolicy, FlatBuffer, GradientSync, ParamSlot
+from .runtime.boundary import Binding, binding_of
+from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync, ParamSlot
 from .sharded_module import Access, ShardedModule, Unit, make_sharded
 from .units import UnitMembers, find_units, group_by_buffer, owners
 
@@ -48,7 +48,10 @@ def fully_shard(
     Args:
         module: sharded in place. Parameters may be on the meta device; call ``to_empty`` and initialize
             afterwards, and each rank gets its part of what the same seed gives the unsharded module.
-        mesh: a 1-D mesh; by default all ranks of the default process group.
+        mesh: a 1-D mesh to shard over; by default all ranks of the default process group. Or, for hybrid sharding, a
+            2-D mesh with named dimensions: parameters are sharded over dimension 1 and replicated over dimension 0,
+            over which gradients are averaged after their reduce-scatter. Replicas must begin with equal values, which
+            is checked at first use.
         reshard_after_forward: free gathered parameters after the forward, and gather again in the backward.
             False keeps them: one gather less, and the memory of the unsharded parameters.
         mp_policy: dtypes of gathers, reductions, inputs and outputs. Sharded parameters keep their own dtype.
@@ -69,21 +72,21 @@ def fully_shard(
     """
     _check_arguments(module, reshard_after_forward, quantize)
     granularities = _granularities(granularity)
-    mesh = _mesh(module, mesh)
+    over = data_parallel_mesh(module, mesh)
     _tie_to_sharded(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     ignored = set(ignored_params or ())
-    _check_params(module, mesh, ignored)
+    _check_params(module, over, ignored)
     nested = any(isinstance(part, ShardedModule) for part in module.modules())
     units = find_units(module, ignored, nested_units=nested)
     if not units:
         raise ValueError(
-            f"{_at(mesh)}fully_shard({type(module).__name__}): no parameters left to shard. They are in "
+            f"{over.where}fully_shard({type(module).__name__}): no parameters left to shard. They are in "
             "ignored_params or in units inside it already, or the module has none."
         )
     places = owners(module)
     for members in units:
-        _shard_unit(members, places, mesh, reshard_after_forward, policy, granularities, root=module)
+        _shard_unit(members, places, over, reshard_after_forward, policy, granularities, root=module)
     _name_buffers(module)
     stale_optimizers.watch()
     return module
@@ -92,7 +95,7 @@ def fully_shard(
 def _shard_unit(
     members: UnitMembers,
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
-    mesh: DeviceMesh,
+    mesh: DataParallelMesh,
     reshard_after_forward: bool,
     policy: MixedPrecisionPolicy,
     granularities: Sequence[GranularityFn],
@@ -151,7 +154,7 @@ def _name_buffers(module: nn.Module) -> None:
 
 
 def _plan(
-    params: dict[str, nn.Parameter], mesh: DeviceMesh, policy: CommPolicy, granularities: Sequence[GranularityFn]
+    params: dict[str, nn.Parameter], mesh: DataParallelMesh, policy: CommPolicy, granularities: Sequence[GranularityFn]
 ) -> tuple[BufferPlan, ...]:
     """Lays one buffer's parameters out; a rank's part is a multiple of 16 bytes in every dtype it travels in."""
     tensors = [
@@ -161,7 +164,7 @@ def _plan(
     itemsize = tensors[0].itemsize
     communicated = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
     smallest = min([itemsize, *communicated])
-    return plan_unit(tensors, mesh.size(), alignment_bytes=_COLLECTIVE_BYTES * itemsize // smallest).buffers
+    return plan_unit(tensors, mesh.shard.size(), alignment_bytes=_COLLECTIVE_BYTES * itemsize // smallest).buffers
 
 
 def _granularity(granularities: Sequence[GranularityFn], name: str, param: nn.Parameter) -> Granularity | None:
@@ -176,25 +179,25 @@ def _allocate(
     name: str,
     plan: BufferPlan,
     params: dict[str, nn.Parameter],
-    mesh: DeviceMesh,
+    mesh: DataParallelMesh,
     policy: CommPolicy,
     sync: GradientSync,
-) -> FlatBuffer:
+) -> DBuffer:
     """Allocates this rank's shard, copies its part of each parameter into it, and makes the sharded parameters."""
-    rank = mesh.get_local_rank()
+    rank = mesh.shard.get_local_rank()
     like = next(iter(params.values()))
     slots = []
     for key, param in params.items():
         start, stop = plan.interval(key, rank)
         local_start = max(plan.offsets[key] - rank * plan.shard_numel, 0) if stop > start else 0
         slots.append(ParamSlot(key, tuple(param.shape), plan.offsets[key], local_start, stop - start))
-    buffer = FlatBuffer(name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.get_group(), None, policy, sync)
+    buffer = DBuffer(name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.whole, policy, sync)
     for index, (key, param) in enumerate(params.items()):
         local = buffer.local(buffer.shard, index)
         start, stop = plan.interval(key, rank)
         if not param.is_meta:
             local.copy_(param.detach().reshape(-1)[start:stop])
-        sharded = RaggedDTensor.from_local(local, mesh, [RaggedShard(*plan.ragged_shard(key))], shape=param.shape)
+        sharded = RaggedDTensor.from_local(local, mesh.shard, [RaggedShard(*plan.ragged_shard(key))], shape=param.shape)
         buffer.params.append(_as_parameter(sharded, param, Binding(buffer, index)))
     return buffer
 
@@ -247,48 +250,21 @@ def _granularities(granularity: object) -> tuple[GranularityFn, ...]:
     return cast(tuple[GranularityFn, ...], given)
 
 
-def _mesh(module: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "fully_shard: no process group. Call torch.distributed.init_process_group first (under torchrun, or "
-            "with rank and world_size)."
-        )
-    if mesh is None:
-        return init_device_mesh(_device_type(module), (dist.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"fully_shard: mesh is {type(mesh).__name__}; give a DeviceMesh")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{_at(mesh)}fully_shard: the mesh has {mesh.ndim} dimensions; give a 1-D mesh, such as mesh['shard']"
-        )
-    return mesh
-
-
-def _device_type(module: nn.Module) -> str:
-    devices = {param.device.type for param in module.parameters()} - {"meta"}
-    if devices:
-        return devices.pop()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None else "cpu"
-
-
-def _check_params(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+def _check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
     if isinstance(module, ShardedModule) and module._vescale_unit is not None:
-        raise ValueError(f"{_at(mesh)}fully_shard: this {type(module).__name__} is a unit already")
+        raise ValueError(f"{mesh.where}fully_shard: this {type(module).__name__} is a unit already")
     for name, param in module.named_parameters():
         if param in ignored:
             continue
-        where = f"{_at(mesh)}fully_shard: parameter {name!r} "
+        where = f"{mesh.where}fully_shard: parameter {name!r} "
         if isinstance(param, RaggedDTensor):
-            if param.device_mesh != mesh:
-                raise ValueError(f"{where}is sharded over {param.device_mesh} already, and can't be over {mesh}")
+            binding = binding_of(param)
+            present = param.device_mesh if binding is None else binding.buffer.mesh
+            if present != mesh.whole:
+                raise ValueError(f"{where}is sharded over {present} already, and can't be over {mesh.whole}")
         elif isinstance(param, torch.distributed.tensor.DTensor):
             raise ValueError(f"{where}is a DTensor ({param.placements}) already; shard plain parameters")
-        elif not param.is_meta and param.device.type != mesh.device_type:
-            raise ValueError(f"{where}is on {param.device}, the mesh on {mesh.device_type}: move one of them")
+        elif not param.is_meta and param.device.type != mesh.shard.device_type:
+            raise ValueError(f"{where}is on {param.device}, the mesh on {mesh.shard.device_type}: move one of them")
         elif param.numel() == 0:
             raise ValueError(f"{where}of shape {tuple(param.shape)} has no elements: pass it in ignored_params")
-
-
-def _at(mesh: DeviceMesh) -> str:
-    return f"[rank {mesh.get_rank()}] "

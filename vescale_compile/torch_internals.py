@@ -19,13 +19,15 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import lowering as _lowering
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._ordered_set import OrderedSet
 
 CompiledGraph = Callable[..., Any]
 
@@ -144,6 +146,23 @@ class WrappedPartitioner(CustomPartitionerFn):
         return str, (self._identity,)  # what Inductor's cache key sees of it
 
 
+class KeptOrder(CustomGraphPass):
+    """The last pass on a graph that Inductor lowers: has the scheduler keep the order of some of its nodes.
+
+    ``pairs`` gives nodes, each with one that must come after it. Inductor's own scheduling of collectives pins its
+    order in this way; there is no public one.
+    """
+
+    def __init__(self, pairs: Callable[[fx.Graph], list[tuple[fx.Node, fx.Node]]]) -> None:
+        self._pairs = pairs
+
+    def __call__(self, graph: fx.Graph) -> None:
+        preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in self._pairs(graph)})
+
+    def uuid(self) -> str:
+        return "vescale: the schedule's order"
+
+
 _EXTERN_KERNELS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"})
 
 
@@ -158,11 +177,11 @@ def out_variant(target: OpOverload) -> OpOverload | None:
     """The form of an operator that writes its one result to ``out=``, if PyTorch has one that was written by hand:
     those that were generated compute the result first and copy it.
     """
-    arguments = [argument.name for argument in target._schema.arguments]
+    arguments = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
     for name in target.overloadpacket.overloads():
         overload = getattr(target.overloadpacket, name)
-        names = [argument.name for argument in overload._schema.arguments]
-        if names == [*arguments, "out"] and torch.Tag.generated not in overload.tags:
+        taken = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+        if taken == [*arguments, ("out", "Tensor")] and torch.Tag.generated not in overload.tags:
             return overload
     return None
 

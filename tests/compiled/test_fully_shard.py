@@ -301,7 +301,12 @@ def test_without_a_process_group():
         (
             lambda: vc.fully_shard(small(), mesh=init_device_mesh("cpu", (2, 2))),
             ValueError,
-            "give a 1-D mesh",
+            r"\[rank 0\].* two dimensions without names; name them",
+        ),
+        (
+            lambda: vc.fully_shard(small(), mesh=init_device_mesh("cpu", (1, 2, 2))),
+            ValueError,
+            r"\[rank 0\].* has 3 dimensions; give a 1-D mesh",
         ),
         (
             lambda: vc.fully_shard(nn.ParameterList([nn.Parameter(torch.empty(0, 3))])),

@@ -64,13 +64,15 @@ def test_dumps_are_numbered_in_the_order_of_the_passes(tmp_path):
         "05-forward-before-expand",
         "06-forward-after-expand",
         "07-forward-after-sink",
-        "08-forward-after-assign",
-        "09-forward-after-verify",
-        "10-backward-before-expand",
-        "11-backward-after-expand",
-        "12-backward-after-sink",
-        "13-backward-after-assign",
-        "14-backward-after-verify",
+        "08-forward-after-overlap",
+        "09-forward-after-assign",
+        "10-forward-after-verify",
+        "11-backward-before-expand",
+        "12-backward-after-expand",
+        "13-backward-after-sink",
+        "14-backward-after-overlap",
+        "15-backward-after-assign",
+        "16-backward-after-verify",
     ]
 
 

@@ -5,7 +5,7 @@ Pure Python: it plans trillion-parameter models for tens of thousands of ranks w
 
 from vescale_compile.planner.plan import BufferPlan, UnitPlan
 from vescale_compile.planner.remedies import Remedy, remedies
-from vescale_compile.planner.spec import Elements, Granularity, Rows, TensorSpec, Whole
+from vescale_compile.planner.spec import Elements, Granularity, Rows, TensorSpec, Whole, combine
 from vescale_compile.planner.unit import plan_unit
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "TensorSpec",
     "UnitPlan",
     "Whole",
+    "combine",
     "plan_unit",
     "remedies",
 ]

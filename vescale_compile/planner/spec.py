@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -42,6 +43,33 @@ class Whole:
 
 
 Granularity = Elements | Rows | Whole
+
+
+def combine(granularities: Iterable[Granularity | None], shape: Sequence[int]) -> Granularity | None:
+    """The finest granularity of a tensor of ``shape`` that cuts no block of any of the given ones.
+
+    Blocks are counted from the tensor's start, so those whose size is the least common multiple fit all. ``None``
+    asks for nothing, and ``Whole`` for everything.
+
+    Raises:
+        TypeError: a granularity that is none of ``Elements``, ``Rows``, ``Whole`` and ``None``.
+    """
+    blocks = []
+    for each in granularities:
+        match each:
+            case None:
+                continue
+            case Whole():
+                return each
+            case Elements() | Rows():
+                blocks.append(each)
+            case _:
+                raise _not_a_granularity(each)
+    if not blocks:
+        return None
+    row = shape[-1] if len(shape) > 1 else 1
+    numel = math.lcm(*(each.count * (row if isinstance(each, Rows) else 1) for each in blocks))
+    return Rows(numel // row) if any(isinstance(each, Rows) for each in blocks) else Elements(numel)
 
 
 def _check_count(granularity: Elements | Rows, count: int) -> None:
@@ -123,5 +151,9 @@ def _item(shape: tuple[int, ...], granularity: Granularity | None) -> Item:
         case Rows(count):
             block = count * (shape[-1] if len(shape) > 1 else 1)
         case _:
-            raise TypeError(f"granularity is {granularity!r}; give Elements(n), Rows(n), Whole() or None")
+            raise _not_a_granularity(granularity)
     return Item(numel, min(block, numel))
+
+
+def _not_a_granularity(value: object) -> TypeError:
+    return TypeError(f"granularity is {value!r}; give Elements(n), Rows(n), Whole() or None")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,22 @@ from torch.distributed.tensor import DTensor
 
 from vescale_compile.ragged.dtensor import RaggedDTensor, wrap
 from vescale_compile.ragged.local import first_ragged, is_partial, refuse, same_layout, scalar_operand
+
+aten = torch.ops.aten
+
+# In place, and the same for every element. Their results are correctly rounded, so an element's does not depend on
+# where in a tensor it lies, as that of sigmoid does on CPUs, in the last bit.
+_SAME_FOR_ALL = frozenset(
+    {
+        aten._foreach_zero_.default,
+        aten._foreach_add_.Scalar,
+        aten._foreach_sub_.Scalar,
+        aten._foreach_mul_.Scalar,
+        aten._foreach_mul_.Tensor,
+        aten._foreach_div_.Scalar,
+        aten._foreach_div_.Tensor,
+    }
+)
 
 
 def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
@@ -29,10 +46,46 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
             value = [_element(func, like, *pair, written) for pair in zip(anchors, value, strict=True)]
         values.append(_single(func, like, value))
     options = {name: _single(func, like, value) for name, value in kwargs.items()}
+    if func in _SAME_FOR_ALL:
+        values[0] = coalesced(values[0])
     results = func(*values, **options)
     if func._schema.is_mutable:
         return None
     return [_like_anchor(result, anchor) for result, anchor in zip(results, anchors, strict=True)]
+
+
+def coalesced(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The elements of `tensors` as fewer tensors that alias them, for operations that treat all elements alike.
+
+    Flat tensors that follow each other in one storage become one: a unit's gradients, say, which lie in one buffer.
+    Only those that touch. What lies in a gap is padding, or another tensor that the caller left out on purpose, and
+    nothing here tells which. Empty tensors are left out, unless all are, and the order is that of memory.
+    """
+    held = [tensor for tensor in tensors if tensor.numel() > 0]
+    storages = [tensor.untyped_storage()._cdata for tensor in held]
+    if len(set(storages)) == len(held):
+        return held or list(tensors)  # PyTorch refuses empty lists
+    runs: list[list[torch.Tensor]] = []
+    for _, tensor in sorted(zip(storages, held, strict=True), key=lambda each: (each[0], each[1].storage_offset())):
+        if runs and _touch(runs[-1][-1], tensor):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return [
+        run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,)) if len(run) > 1 else run[0] for run in runs
+    ]
+
+
+def _touch(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors, the second not before the first, are a flat tensor in two pieces."""
+    return (
+        first.dim() == second.dim() == 1
+        and first.dtype == second.dtype
+        and first.storage_offset() + first.numel() == second.storage_offset()
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        and first.is_contiguous()
+        and second.is_contiguous()
+    )
 
 
 def _is_tensor_list(value: object) -> bool:

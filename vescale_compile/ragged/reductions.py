@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.lists import coalesced
 from vescale_compile.ragged.local import (
     common_mesh,
     first_ragged,
@@ -41,7 +42,7 @@ def unscale_and_find_inf(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """GradScaler's division of gradients by the scale; a non-finite one is found on every rank or none."""
     tensors, found_inf, inverse_scale = args
     mesh = common_mesh(func, first_ragged(args, kwargs), tensors)
-    func([_local(tensor) for tensor in tensors], found_inf, inverse_scale)
+    func(coalesced([_local(tensor) for tensor in tensors]), found_inf, inverse_scale)
     found_inf.copy_(_all_reduce(found_inf, "max", mesh))
 
 
@@ -82,16 +83,19 @@ def _norms(
     mesh = common_mesh(func, like, tensors)
     norms = _local_norms(tensors, order, dtype)
     sharded = [i for i, tensor in enumerate(tensors) if _is_sharded(func, like, tensor)]
-    values = torch.stack([norms[i].to(torch.float64) for i in sharded])
+    values = torch.stack([norms[i] for i in sharded]).to(torch.float64)
     if math.isinf(order):
         values = _all_reduce_max(values, mesh) if order > 0 else -_all_reduce_max(-values, mesh)
     elif order == 0:
         values = _all_reduce(values, "sum", mesh)
     else:
         values = _all_reduce(values**order, "sum", mesh) ** (1.0 / order)
+    wanted = [dtype or tensor.dtype.to_real() for tensor in tensors]
+    if len(kinds := {wanted[i] for i in sharded}) == 1:
+        values = values.to(kinds.pop())  # all in one kernel
     for i, value in zip(sharded, values.unbind(), strict=True):
         norms[i] = value
-    return [norm.to(dtype or tensor.dtype.to_real()) for norm, tensor in zip(norms, tensors, strict=True)]
+    return [norm.to(kind) for norm, kind in zip(norms, wanted, strict=True)]
 
 
 def _local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -101,8 +105,8 @@ def _local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dty
     present = [local for local in held if local.numel() > 0]
     norms = iter(torch._foreach_norm(present, order, dtype=dtype) if present else ())
     # What nothing adds to a minimum or to a sum of negative powers; to a maximum or a sum.
-    empty = math.inf if order < 0 else 0.0
-    return [next(norms) if local.numel() > 0 else local.new_full((), empty, dtype=torch.float64) for local in held]
+    empty = held[0].new_full((), math.inf if order < 0 else 0.0, dtype=torch.float64)
+    return [next(norms) if local.numel() > 0 else empty for local in held]
 
 
 def _is_sharded(func: OpOverload, like: RaggedDTensor, tensor: torch.Tensor) -> bool:

@@ -1,12 +1,27 @@
-"""One flat shard for many parameters: the runtime's view of a unit.
+"""DBuffer, a unit's buffers over a device mesh (the distributed buffer of veScale-FSDP, arXiv 2602.22437).
 
-::
+All of a unit's parameters lie in one buffer of world_size * S elements, each contiguous and cut only where it may be,
+``.`` being padding. A rank owns S of them, the same S on every rank, so that graphs which take them are too. On rank 1
+of three::
 
-    the unit's buffer, world_size * S elements      | rank 0: S     | rank 1: S     | rank 2: S     |
-    parameters, contiguous, cut where they may be   | a a a a b b b | b b b b . c c | c c d d d . . |
+                                                    | rank 0's S    | rank 1's S    | rank 2's S    |
+    layout                                          | a a a a b b b | b b b b . c c | c c d d d . . |
 
-Each rank holds its S elements in one tensor, ``FlatBuffer.shard``, and every sharded parameter's local tensor
-is a view of it. S is the same on every rank, so graphs that take the shard as their input are too.
+    master shard     [S]       parameters' dtype                    | b b b b . c c |
+                                                                    cast, once, into its place
+    unsharded        [3 * S]   param_dtype          | a a a a b b b | b b b b . c c | c c d d d . . |
+                               a slot               received        shared          received
+
+    gradients        [3 * S]   reduce_dtype         | a a a a b b b | b b b b . c c | c c d d d . . |
+                               a slot               sent            averaged        sent
+    reduced shard    [S]       reduce_dtype                         | b b b b . c c |
+
+The master shard and the reduced shard are what parameters' and gradients' local tensors are views of. Communication
+has no shard of its own: what is sent lies where it is computed with. What is done to a whole unit is one kernel: the
+cast before a gather, the sum of micro-batches, and, between two paddings, zeroing and scaling of gradients.
+
+On a 2-D mesh dimension 1 shards as above, and dimension 0 holds replicas of each shard: the reduced shard is then
+averaged over them, in place.
 """
 
 from __future__ import annotations
@@ -18,8 +33,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import scratch_numel
 from .unshard import CommSpec, ParamView
@@ -73,7 +88,7 @@ class GradientSync:
     enabled: bool = True
     pending: int = 0
     in_graph: bool = True
-    peers: tuple[FlatBuffer, ...] = ()
+    peers: tuple[DBuffer, ...] = ()
 
     def set_enabled(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -88,15 +103,16 @@ class GradientSync:
 
 
 @dataclass(eq=False)
-class FlatBuffer:
-    """A unit's parameters of one dtype that are all trainable or all frozen.
+class DBuffer:
+    """The buffers of a unit's parameters of one dtype that are all trainable or all frozen.
 
     Attributes:
         name: the unit's qualified name, with the buffer's ordinal if the unit has several.
         shard: [S], this rank's elements.
         slots: the parameters, in the order in which they lie in the buffer.
-        group: the process group that the buffer is sharded over.
-        replicas: the ranks that hold the same shard, over which gradients are averaged too (hybrid sharding).
+        mesh: 1-D, or 2-D with replicas in dimension 0; the last dimension shards.
+        group: the process group that the buffer is sharded over; derived.
+        replicas: the ranks that hold the same shard, over which gradients are averaged too; derived, None without.
         layout, param_dtype, reduce_dtype: derived; plain attributes, because Dynamo guards on them.
         params: the sharded parameters themselves, one for each slot, once they exist.
         agreed: whether all ranks are known to have the same layout.
@@ -106,8 +122,7 @@ class FlatBuffer:
     name: str
     shard: Tensor
     slots: tuple[ParamSlot, ...]
-    group: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
+    mesh: DeviceMesh
     policy: CommPolicy
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
@@ -116,6 +131,8 @@ class FlatBuffer:
     unreduced_slots: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.group = self.mesh.get_group(self.mesh.ndim - 1)
+        self.replicas = self.mesh.get_group(0) if self.mesh.ndim == 2 and self.mesh.size(0) > 1 else None
         self.world_size = self.group.size()
         self.rank = self.group.rank()
         limit = self.shard.numel()
@@ -125,12 +142,13 @@ class FlatBuffer:
         places = [(slot.shape, slot.offset) for slot in self.slots]
         groups = [group.group_name for group in (self.group, self.replicas) if group is not None]
         text = repr((self.world_size, groups, limit, places, self.policy))
-        # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal in every process.
+        # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal in every process that
+        # shards it with the same ranks.
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.set_shard(self.shard)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:
-        """A buffer of its own memory and parameters, in the same process group."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> DBuffer:
+        """A buffer of its own memory and parameters, on the same mesh."""
         copied = copy.copy(self)
         memo[id(self)] = copied  # before the parameters, which lead back here
         for name in ("shard", "params", "sync", "unreduced", "unreduced_slots"):
@@ -155,16 +173,20 @@ class FlatBuffer:
         return self.world_size * self.shard.numel()
 
     def describe(self) -> list[str]:
-        """Lines that must be equal on every rank of the group, the most telling first."""
+        """Lines that must be equal on every rank of the mesh, the most telling first."""
         head = (
             f"unit {self.name}: {len(self.slots)} parameters, {self.shard.dtype}, "
-            f"shard of {self.shard.numel()} elements, {self.policy}"
+            f"shard of {self.shard.numel()} elements, mesh {tuple(self.mesh.shape)}, {self.policy}"
         )
         params = (
             f"parameter {slot.name}: shape {slot.shape}, at {slot.offset}, requires_grad={param.requires_grad}"
             for slot, param in zip(self.slots, self.params, strict=True)
         )
         return [head, *params]
+
+    def checksum(self) -> int:
+        """A number that equal shards have in common, exact and independent of the order of summation; 0 on meta."""
+        return 0 if self.shard.is_meta else int(self.shard.view(torch.int32).sum(dtype=torch.int64).item())
 
     def view_of(self, index: int, *, trainable: bool) -> ParamView:
         slot = self.slots[index]
@@ -191,13 +213,18 @@ class FlatBuffer:
         return like.new_zeros(1, dtype=self.reduce_dtype).expand(self.numel)
 
     def accumulate(self, grad: Tensor, indices: set[int]) -> None:
-        """Adds an unreduced gradient [world_size * S] of the parameters ``indices``."""
-        self.unreduced_slots.update(indices)
+        """Adds an unreduced gradient [world_size * S], defined where the parameters ``indices`` lie."""
         if self.unreduced is None:
             self.unreduced = grad
             self.sync.add_pending(1)
         else:
-            self.unreduced.add_(grad)
+            places = [(slot.offset, torch.Size(slot.shape).numel()) for slot in self.slots]
+            _add(self.unreduced, self.unreduced_slots, grad, indices, places)
+        self.unreduced_slots = self.unreduced_slots | indices
+
+    def add_reduced(self, total: Tensor, of_total: set[int], grad: Tensor, indices: set[int]) -> None:
+        """Adds a reduced gradient [S] of the parameters ``indices`` to another, of the parameters ``of_total``."""
+        _add(total, of_total, grad, indices, [(slot.local_start, slot.local_numel) for slot in self.slots])
 
     def take_unreduced(self) -> tuple[Tensor, set[int]]:
         """Returns the accumulated gradient and its parameters, and forgets both."""
@@ -207,3 +234,16 @@ class FlatBuffer:
         self.unreduced, self.unreduced_slots = None, set()
         self.sync.add_pending(-1)
         return taken
+
+
+def _add(total: Tensor, of_total: set[int], grad: Tensor, indices: set[int], places: Sequence[tuple[int, int]]) -> None:
+    """Adds flat gradients in place. What lies outside the places of their parameters is undefined, in both."""
+    if indices == of_total:
+        total.add_(grad)
+        return
+    for index in sorted(indices):
+        target, source = (flat.narrow(0, *places[index]) for flat in (total, grad))
+        if index in of_total:
+            target.add_(source)
+        else:
+            target.copy_(source)

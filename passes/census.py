@@ -1,0 +1,82 @@
+"""Counts, from a final graph, the bytes of every collective, copy, cast, concatenation and communication buffer.
+
+What a collective moves is the whole unsharded buffer: a gather brings every rank's part to its place there, this
+rank's own included, and a reduction takes every rank's part from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from .aliases import bases_of
+from .context import ALL_GATHER, CompileContext, Copied, Role, Use, buffer_of, comm_of
+from .edit import value_of
+from .expand import CASTS
+from .summary import Direction, Entry, Kind
+
+_aten = torch.ops.aten
+
+
+def census(graph: fx.Graph, context: CompileContext) -> list[Entry]:
+    """Everything that a final graph moves or holds for the communication of parameters and gradients."""
+    bases = bases_of(graph)
+    return [entry for node in graph.nodes for entry in _entries(node, bases, context)]
+
+
+def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> Iterator[Entry]:
+    comm = comm_of(node)
+    if comm is not None and comm.role is Role.LAUNCH:
+        yield from _collective(node, comm.kind == ALL_GATHER, context.units[comm.unit].name)
+    buffer = buffer_of(node)
+    if buffer is not None and not node.all_input_nodes:
+        direction = Direction.GATHER if buffer.use is Use.PARAMETERS else Direction.REDUCE
+        yield Entry(Kind.BUFFER, direction, context.units[buffer.unit].name, _nbytes(node), buffer.use.value)
+    mark = node.meta.get("vescale")
+    if isinstance(mark, Copied):
+        unit = context.units[mark.unit].name
+        yield Entry(_copy_or_cast(node.args[1], node), Direction.REDUCE, unit, _nbytes(node), mark.why)
+    if comm is None:
+        yield from _movements(node, bases, context)
+
+
+def _collective(node: fx.Node, gathers: bool, unit: str) -> Iterator[Entry]:
+    if not gathers:
+        yield Entry(Kind.REDUCE_SCATTER, Direction.REDUCE, unit, _nbytes(node.args[0]), "gradients")
+        return
+    shard, full = (value_of(arg) for arg in node.all_input_nodes[:2])
+    assert shard is not None and full is not None
+    yield Entry(Kind.ALL_GATHER, Direction.GATHER, unit, full.numel() * full.itemsize, "parameters")
+    if shard.dtype != full.dtype:
+        nbytes = shard.numel() * full.itemsize
+        yield Entry(Kind.CAST, Direction.GATHER, unit, nbytes, "the shard, into its place in the gathered buffer")
+
+
+def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> Iterator[Entry]:
+    """Values of communication buffers that are written elsewhere as they are."""
+    kinds = {_aten.clone.default: Kind.COPY, _aten.cat.default: Kind.CONCATENATION}
+    kinds |= dict.fromkeys(CASTS, Kind.CAST)
+    if node.target not in kinds:
+        return
+    for source in node.all_input_nodes:
+        buffer = buffer_of(bases[source])
+        if buffer is None:
+            continue
+        gathers = buffer.use is Use.PARAMETERS
+        why = "by the program itself" if gathers else "to the shard's dtype"
+        nbytes = _nbytes(source if kinds[node.target] is Kind.CONCATENATION else node)
+        direction = Direction.GATHER if gathers else Direction.REDUCE
+        yield Entry(kinds[node.target], direction, context.units[buffer.unit].name, nbytes, why)
+
+
+def _copy_or_cast(source: fx.node.Argument, copy: fx.Node) -> Kind:
+    assert isinstance(source, fx.Node)
+    return Kind.COPY if source.meta["val"].dtype == copy.meta["val"].dtype else Kind.CAST
+
+
+def _nbytes(node: fx.node.Argument) -> int:
+    assert isinstance(node, fx.Node)
+    value = value_of(node)
+    return value.numel() * value.itemsize if value is not None else 0

@@ -1,0 +1,104 @@
+"""What is known of a final graph before it runs: its schedule, what it moves, and the memory it needs."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """What bytes are moved by, or lie in."""
+
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    CAST = "cast"
+    COPY = "copy"
+    CONCATENATION = "concatenation"
+    BUFFER = "buffer"
+
+
+class Direction(enum.Enum):
+    """Which way the data goes."""
+
+    GATHER = "parameters"  # from shards to where they are read
+    REDUCE = "gradients"  # from where they are written to shards
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Bytes of one kind.
+
+    Attributes:
+        unit: name of the unit.
+        nbytes: moved, or allocated for a buffer.
+        why: what it is, and for a copy why it is there.
+    """
+
+    kind: Kind
+    direction: Direction
+    unit: str
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A communication buffer in a slot, from the ``first`` to the ``last`` node of the graph that touches it."""
+
+    what: str
+    nbytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class SlotUse:
+    """A slot in one graph, and the buffers that share it, in their order."""
+
+    dtype: str
+    nbytes: int
+    tenants: tuple[Tenant, ...]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment of a graph, in bytes, apart from slots, shards and optimizer states.
+
+    Attributes:
+        node: at which it occurs.
+        parameters: unsharded parameters kept outside slots.
+        gradients: reduced gradients of this rank, and gradients kept outside slots.
+        activations: everything else that the graph holds, what it has got from the forward included.
+    """
+
+    node: str
+    parameters: int = 0
+    gradients: int = 0
+    activations: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameters + self.gradients + self.activations
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A final graph.
+
+    Attributes:
+        nodes: how many it has.
+        schedule: launches and waits of its collectives, in order.
+        entries: what it moves for communication, and the buffers it allocates for that.
+        slots: static memory that it takes, shared with other graphs.
+        peak: its fullest moment.
+    """
+
+    nodes: int
+    schedule: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    slots: tuple[SlotUse, ...]
+    peak: Peak
+
+    def nbytes(self, *kinds: Kind) -> int:
+        """Bytes of all entries of these kinds."""
+        return sum(entry.nbytes for entry in self.entries if entry.kind in kinds)

@@ -1,0 +1,123 @@
+"""``vc.explain``: what is known of a compiled model before its first step."""
+
+import models
+import pytest
+import torch
+from ranks import fake_world, on_ranks
+from torch.profiler import ProfilerActivity, profile
+
+import vescale_compile as vc
+from vescale_compile.passes.context import Part
+from vescale_compile.passes.summary import Kind
+from vescale_compile.runtime import pool
+
+
+def explained(reshard: bool = True, world_size: int = 2, **options):
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(models.llama), reshard_after_forward=reshard)
+    return model, vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager", **options})
+
+
+def test_each_unit_is_gathered_and_reduced_by_its_bytes():
+    with fake_world(2):
+        _, report = explained()
+    (graph,) = report.graphs
+    whole = sum(unit.gathered_bytes for unit in graph.units)
+    assert graph.parts[Part.FORWARD].nbytes(Kind.ALL_GATHER) == whole
+    assert graph.parts[Part.BACKWARD].nbytes(Kind.ALL_GATHER) == whole
+    assert graph.parts[Part.BACKWARD].nbytes(Kind.REDUCE_SCATTER) == whole
+    assert sum(unit.shard_bytes for unit in graph.units) * 2 == whole
+
+
+def test_layers_share_their_slots_however_many_there_are():
+    sizes = []
+    with fake_world(2):
+        for layers in (6, 12):
+            torch._dynamo.reset()
+            model = vc.fully_shard(models.Uneven(layers))
+            (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager"}).graphs
+            sizes.append(graph.slot_bytes)
+            layer, root = graph.units[1].gathered_bytes, graph.units[0].gathered_bytes
+    # A layer's parameters and gradients, the next one's, and the root's, which live longer.
+    assert max(sizes) <= 5 * layer + 2 * root
+
+
+def test_no_two_buffers_are_in_a_slot_at_a_time():
+    with fake_world(4):
+        _, report = explained()
+    slots = [slot for part in report.graphs[0].parts.values() for slot in part.slots]
+    assert slots
+    for slot in slots:
+        for before, after in zip(slot.tenants, slot.tenants[1:], strict=False):
+            assert before.last < after.first
+
+
+def test_kept_parameters_are_memory_of_their_own():
+    with fake_world(2):
+        _, report = explained(reshard=False)
+    (graph,) = report.graphs
+    kept = graph.parts[Part.FORWARD].peak.parameters
+    assert kept == sum(unit.gathered_bytes for unit in graph.units)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_the_peak_is_that_of_a_real_step(reshard):
+    model, report = explained(reshard)
+    call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+    data = models.batches(1, 64)[0]
+    call(*data).backward()
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        call(*data).backward()
+    live = most = 0
+    for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    estimated = max(part.peak.nbytes for part in report.graphs[0].parts.values())
+    assert estimated == pytest.approx(most, rel=0.1)
+
+
+@on_ranks(2)
+def test_slots_are_what_the_report_says_and_are_freed_with_the_graphs():
+    import gc
+
+    torch._dynamo.reset()
+    gc.collect()
+    before = sum(memory.tensor.nbytes for memory in pool._memories.values() if memory.tensor is not None)
+    model, report = explained()
+    torch.compile(model, backend="vescale", options={"lowering": "eager"})(*models.batches(1, 64)[0]).backward()
+    held = sum(memory.tensor.nbytes for memory in pool._memories.values() if memory.tensor is not None)
+    assert (before, held) == (0, report.graphs[0].slot_bytes)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert not pool._memories
+
+
+@on_ranks(2)
+def test_explaining_changes_nothing():
+    torch.manual_seed(0)
+    model = vc.fully_shard(models.build(models.llama))
+    before = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
+    state = torch.get_rng_state()
+    vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager"})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(param.grad is None for param in model.parameters())
+    assert all(torch.equal(before[name], param.full_tensor()) for name, param in model.named_parameters())
+
+
+def test_the_text_names_units_collectives_slots_and_memory():
+    with fake_world(2):
+        _, report = explained()
+    text = str(report)
+    for words in ("layers.0", "launch all_gather of (root)", "slot 0", "nothing is copied or cast", "memory at most"):
+        assert words in text
+
+
+def test_a_model_that_is_not_sharded_has_nothing_to_explain():
+    torch._dynamo.reset()
+    report = vc.explain(models.build(models.llama), *models.batches(1, 64, rank=0)[0], options={"lowering": "eager"})
+    assert report.graphs == ()
+    assert "call fully_shard" in str(report)

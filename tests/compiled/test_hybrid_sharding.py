@@ -1,0 +1,201 @@
+"""``fully_shard`` over a 2-D mesh: sharded over dimension 1, replicated over dimension 0."""
+
+import copy
+import tempfile
+
+import models
+import pytest
+import test_exactness
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import on_ranks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+
+import vescale_compile as vc
+from vescale_compile.sharded_module import buffers_in
+
+
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def averaged_gradients(data: list[models.Batch], model: models.Model = models.Uneven) -> list[torch.Tensor]:
+    """Of the unsharded model, summed over the batches and averaged over the ranks."""
+    reference = models.build(model)
+    for tokens, labels in data:
+        reference(tokens, labels).backward()
+    models.average_gradients(reference)
+    return [param.grad for param in reference.parameters()]
+
+
+def over_replicas(tensor: torch.Tensor) -> torch.Tensor:
+    """What every rank that holds this shard has of it."""
+    found = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(found, tensor.contiguous(), group=mesh_of(2, 2).get_group("replicate"))
+    return torch.stack(found)
+
+
+@on_ranks(4)
+def test_parameters_are_sharded_over_dimension_1_alone():
+    mesh = mesh_of(2, 2)
+    model, _ = models.sharded(models.Uneven, mesh=mesh)
+    for param in model.parameters():
+        assert param.device_mesh == mesh["shard"]
+        assert len(param.placement.local_units) == 2
+
+
+@pytest.mark.parametrize("lowering", ["eager", None])
+@on_ranks(4)
+def test_training_is_that_of_the_unsharded_model(lowering):
+    reference = "aot_eager" if lowering else None
+    loss, params = test_exactness.compare("Uneven", lowering, reference, 11, steps=3, mesh=mesh_of(2, 2))
+    assert loss < 1e-6
+    assert params < 1e-6
+
+
+@on_ranks(4)
+def test_gradients_of_a_llama_are_averaged_over_all_ranks():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.llama, mesh=mesh_of(2, 2))
+    data = models.batches(1, 64)
+    call(*data[0]).backward()
+    for param, expected in zip(model.parameters(), averaged_gradients(data, models.llama), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@on_ranks(4, deadline_s=300)
+def test_inductor_lowering_is_that_of_inductor_unsharded():
+    loss, params = test_exactness.compare("Uneven", "inductor", "inductor", 11, steps=3, mesh=mesh_of(2, 2))
+    assert loss < 1e-5
+    assert params < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
+@on_ranks(4)
+def test_a_dimension_of_size_1_is_no_dimension(shape):
+    loss, params = test_exactness.compare("Uneven", "eager", "aot_eager", 11, steps=3, mesh=mesh_of(*shape))
+    assert loss < 1e-6
+    assert params < 1e-6
+
+
+@pytest.mark.parametrize("lowering", ["eager", None])
+@on_ranks(4)
+def test_after_three_steps_replicas_hold_equal_parameters(lowering):
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven, compile=lowering, mesh=mesh_of(2, 2))
+    models.train(call, model.parameters(), models.batches(3, 11))
+    for buffer in buffers_in(model):
+        first, second = over_replicas(buffer.shard)
+        assert torch.equal(first, second), buffer.name
+
+
+@pytest.mark.parametrize("lowering", ["eager", None])
+@on_ranks(4)
+def test_gradients_accumulated_under_no_sync_are_averaged_over_all_ranks(lowering):
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven, compile=lowering, mesh=mesh_of(2, 2))
+    data = models.batches(3, 11)
+    with vc.no_sync(model):
+        for tokens, labels in data[:-1]:
+            call(tokens, labels).backward()
+    call(*data[-1]).backward()
+    for param, expected in zip(model.parameters(), averaged_gradients(data), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+
+
+@on_ranks(4)
+def test_a_norm_counts_each_element_once():
+    model, call = models.sharded(models.Uneven, mesh=mesh_of(2, 2))
+    data = models.batches(1, 11)
+    call(*data[0]).backward()
+    expected = averaged_gradients(data)
+    norm = clip_grad_norm_(model.parameters(), 0.1)
+    reference = [torch.nn.Parameter(grad.clone()) for grad in expected]
+    for param, grad in zip(reference, expected, strict=True):
+        param.grad = grad
+    torch.testing.assert_close(norm, clip_grad_norm_(reference, 0.1))
+    for param, clipped in zip(model.parameters(), reference, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), clipped.grad, rtol=0, atol=1e-6)
+
+
+@on_ranks(4)
+def test_a_checkpoint_saved_over_2_by_2_loads_over_2_by_2_and_over_4():
+    torch._dynamo.reset()
+    saved, call = models.sharded(models.Uneven, mesh=mesh_of(2, 2))
+    optimizer = models.adamw(saved.parameters())
+    call(*models.batches(1, 11)[0]).backward()
+    optimizer.step()
+    directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(directory)
+    weights, states = get_state_dict(saved, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=directory[0])
+    for mesh in (mesh_of(2, 2), None):
+        loaded = vc.fully_shard(models.build(models.Uneven, seed=1), mesh=mesh)
+        other = models.adamw(loaded.parameters())
+        weights, states = get_state_dict(loaded, other)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=directory[0])
+        set_state_dict(loaded, other, model_state_dict=weights, optim_state_dict=states)
+        assert models.largest_difference(loaded, _whole(saved)) == 0.0
+        for mine, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
+            moment, expected = (o.state[p]["exp_avg"].full_tensor() for o, p in ((other, mine), (optimizer, theirs)))
+            assert torch.equal(moment, expected)
+
+
+def _whole(model: torch.nn.Module) -> torch.nn.Module:
+    """An unsharded model with the sharded one's values."""
+    whole = models.build(models.Uneven)
+    whole.load_state_dict({name: param.detach().full_tensor() for name, param in model.named_parameters()})
+    return whole
+
+
+@pytest.mark.parametrize("lowering", ["eager", None])
+@on_ranks(4)
+def test_a_replica_with_another_model_is_named_on_every_rank(lowering):
+    torch._dynamo.reset()
+    replica = dist.get_rank() // 2
+    model = models.Uneven(layers=2 + replica)
+    vc.fully_shard(model, mesh=mesh_of(2, 2))
+    call = torch.compile(model, backend="vescale", options={"lowering": lowering}) if lowering else model
+    with pytest.raises(Exception, match=r"ranks 2, 3 differ from the others: rank 2 has .* where rank 0 has"):
+        call(*models.batches(1, 11)[0])
+
+
+@pytest.mark.parametrize("lowering", ["eager", None])
+@on_ranks(4)
+def test_a_replica_that_begins_with_other_values_is_found(lowering):
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(models.Uneven, seed=dist.get_rank() // 2), mesh=mesh_of(2, 2))
+    call = torch.compile(model, backend="vescale", options={"lowering": lowering}) if lowering else model
+    with pytest.raises(Exception, match=r"ranks [23] differ from the others: .*seed all ranks alike"):
+        call(*models.batches(1, 11)[0])
+
+
+@on_ranks(4)
+def test_another_mesh_on_one_replica_is_found():
+    both, mesh = mesh_of(2, 2), init_device_mesh("cpu", (4,))
+    model = vc.fully_shard(models.build(models.Uneven), mesh=both if dist.get_rank() < 2 else mesh)
+    with pytest.raises(Exception, match=r"ranks 2, 3 differ .* mesh \(4,\)"):
+        model(*models.batches(1, 11)[0])
+
+
+@on_ranks(4)
+def test_the_units_of_a_model_are_sharded_over_one_mesh():
+    mesh = mesh_of(2, 2)
+    model = models.build(models.Uneven)
+    vc.fully_shard(model.layers[0], mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=rf"\[rank {dist.get_rank()}\].*is sharded over"):
+        vc.fully_shard(model, mesh=mesh)
+
+
+@on_ranks(4)
+def test_a_copy_of_the_model_trains_on_the_same_mesh():
+    model, _ = models.sharded(models.Uneven, compile=None, mesh=mesh_of(2, 2))
+    copied = copy.deepcopy(model)
+    models.train(copied, copied.parameters(), models.batches(1, 11))
+    models.train(model, model.parameters(), models.batches(1, 11))
+    for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())

@@ -1,0 +1,138 @@
+"""Communication beside computation: what is launched when, and that lowering keeps it."""
+
+import re
+from dataclasses import replace
+
+import models
+import pytest
+import torch
+from ranks import fake_world, on_ranks
+from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
+
+import vescale_compile as vc
+from vescale_compile.cost import PRESETS
+from vescale_compile.passes.context import GraphError, Part
+
+SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
+
+
+def deep() -> torch.nn.Module:
+    return models.Uneven(layers=6)
+
+
+def explained(**options):
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(deep))
+    (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager", **options}).graphs
+    return graph
+
+
+def most_in_flight(schedule: tuple[str, ...]) -> int:
+    flying = most = 0
+    for event in schedule:
+        flying += 1 if event.startswith("launch") else -1
+        most = max(most, flying)
+    return most
+
+
+def test_a_gather_is_launched_before_the_unit_ahead_of_it_has_run():
+    with fake_world(2):
+        graph = explained(cluster=SLOW_WIRE)
+    schedule = graph.parts[Part.FORWARD].schedule
+    launched = schedule.index("launch all_gather of layers.3")
+    assert launched < schedule.index("wait all_gather of layers.2")
+
+
+def test_reductions_are_waited_for_after_the_next_unit_has_begun():
+    with fake_world(2):
+        graph = explained(cluster=SLOW_WIRE)
+    schedule = graph.parts[Part.BACKWARD].schedule
+    assert schedule.index("wait reduce_scatter of layers.3") > schedule.index("wait all_gather of layers.2")
+
+
+def test_everything_launched_is_waited_for():
+    with fake_world(2):
+        graph = explained(cluster=SLOW_WIRE)
+    for part in graph.parts.values():
+        launched = sorted(event.removeprefix("launch ") for event in part.schedule if event.startswith("launch"))
+        assert launched == sorted(event.removeprefix("wait ") for event in part.schedule if event.startswith("wait"))
+
+
+def test_what_the_budget_allows_is_used_to_launch_further_ahead_and_never_exceeded():
+    with fake_world(2):
+        usual = explained(cluster=SLOW_WIRE)
+        ample = explained(cluster=SLOW_WIRE, memory_budget=usual.peak_bytes + 3000)
+        tight = explained(cluster=SLOW_WIRE, memory_budget=usual.peak_bytes - 500)
+    assert tight.peak_bytes <= usual.peak_bytes - 500
+    assert usual.peak_bytes < ample.peak_bytes <= usual.peak_bytes + 3000
+    flights = [max(most_in_flight(part.schedule) for part in graph.parts.values()) for graph in (usual, ample)]
+    assert flights[0] < flights[1]
+
+
+def test_an_impossible_budget_says_what_is_needed():
+    with fake_world(2), pytest.raises(Exception, match=r"\[rank 0\] .*memory_budget is .* needs .*") as raised:
+        explained(memory_budget="1KB")
+    assert isinstance(raised.value.inner_exception, GraphError)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("memory_budget", "much"), ("memory_budget", -1), ("memory_budget", True), ("cluster", "cray"), ("cluster", 8)],
+)
+def test_an_option_that_makes_no_sense_is_refused(option, value):
+    with fake_world(2), pytest.raises(Exception, match=f"vescale option {option}="):
+        explained(**{option: value})
+
+
+@pytest.mark.slow
+def test_generated_code_launches_and_waits_in_the_order_of_the_schedule():
+    with fake_world(2):
+        graph = explained(lowering="inductor", cluster=SLOW_WIRE)
+        torch._dynamo.reset()
+        model = vc.fully_shard(models.build(deep))
+        call = torch.compile(model, backend="vescale", options={"cluster": SLOW_WIRE})
+        _, codes = run_and_get_code(lambda: call(*models.batches(1, 11)[0]).backward())
+    event = r"torch\.ops\.vescale\.(start|wait)_(all_gather|reduce_scatter)\.default\(.*?(\d+)(?:, '.*)?\)$"
+    roles = {"start": "launch", "wait": "wait"}
+    names = [unit.name for unit in graph.units]
+    generated = [
+        tuple(
+            f"{roles[role]} {kind} of {names[int(unit)]}" for role, kind, unit in re.findall(event, code, re.MULTILINE)
+        )
+        for code in codes
+    ]
+    assert generated == [graph.parts[Part.FORWARD].schedule, graph.parts[Part.BACKWARD].schedule]
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_ranks(2, deadline_s=300)
+def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowering):
+    graph = explained(lowering=lowering, cluster=SLOW_WIRE)
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(deep))
+    call = torch.compile(model, backend="vescale", options={"lowering": lowering, "cluster": SLOW_WIRE})
+    data = models.batches(1, 11)[0]
+    call(*data).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        call(*data).backward()
+    events = sorted(trace.events(), key=lambda event: event.time_range.start)
+    ran = [
+        f"{'launch' if role == 'start' else 'wait'} {kind}"
+        for event in events
+        for role, kind in re.findall(r"^vescale::(start|wait)_(all_gather|reduce_scatter)$", event.name)
+    ]
+    planned = [event.rpartition(" of ")[0] for part in graph.parts.values() for event in part.schedule]
+    assert ran == planned
+
+
+@on_ranks(2)
+def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
+    losses = []
+    for cluster in (SLOW_WIRE, replace(SLOW_WIRE, within=PRESETS["h100"](2).within, between=PRESETS["h100"](2).within)):
+        torch._dynamo.reset()
+        model = vc.fully_shard(models.build(deep))
+        call = torch.compile(model, backend="vescale", options={"lowering": "eager", "cluster": cluster})
+        losses.append(models.train(call, model.parameters(), models.batches(4, 11)))
+    _, reference = models.train_unsharded(deep, models.batches(4, 11))
+    assert losses[0] == losses[1] == reference

@@ -1,0 +1,197 @@
+"""Gradients are written where they are reduced: what copies nothing, what is copied, and why."""
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import fake_world, on_ranks
+from torch import Tensor, nn
+
+import vescale_compile as vc
+from vescale_compile import backend
+from vescale_compile.passes.context import Part
+from vescale_compile.passes.summary import Entry, Kind
+from vescale_compile.torch_internals import run_boxed
+
+LOWERINGS = ("eager", "inductor")
+
+
+@pytest.fixture
+def without_code_generation(monkeypatch):
+    """Runs the graphs that Inductor would lower, operator by operator."""
+    monkeypatch.setattr(backend, "inductor_compile_inner", lambda gm, inputs, **kwargs: run_boxed(gm))
+
+
+class Loss(nn.Module):
+    """``forward(x)`` returns a loss of what ``compute`` makes of the parameters and ``x``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x).square().sum()
+
+
+class Tied(Loss):
+    """A table used to look up and to score, as of language models that tie embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return F.embedding(x, self.table) @ self.table.t()
+
+
+class Twice(Loss):
+    """One matrix in two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) @ self.weight
+
+
+class Experts(Loss):
+    """A stack of matrices in one batched product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x.expand(4, -1, -1) @ self.weight
+
+
+class Affine(Loss):
+    """A scale and a shift, whose gradients are sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+class Convolution(Loss):
+    """Its gradient comes out of an operator with several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(8, 8, 3, bias=False)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Shared(Loss):
+    """Two parameters with one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x * (self.first + self.second)
+
+
+def numbers() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+INPUTS = {Tied: lambda: torch.arange(6), Convolution: lambda: numbers().reshape(1, 8, 4)}
+
+
+def report(build, *inputs: Tensor, lowering: str, **shard_options):
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(build), **shard_options)
+    (graph,) = vc.explain(model, *inputs, options={"lowering": lowering}).graphs
+    return graph
+
+
+def moved(graph) -> list[Entry]:
+    kinds = (Kind.COPY, Kind.CAST, Kind.CONCATENATION)
+    return [entry for part in graph.parts.values() for entry in part.entries if entry.kind in kinds]
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("name", ["llama", "hf_llama"])
+def test_a_language_model_copies_nothing(name, lowering, without_code_generation):
+    with fake_world(2):
+        graph = report(getattr(models, name), *models.batches(1, 64)[0], lowering=lowering)
+    assert moved(graph) == []
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_mixture_of_experts_copies_what_its_own_operators_compute(lowering, without_code_generation):
+    with fake_world(2):
+        graph = report(models.hf_gpt_oss, *models.batches(1, 64)[0], lowering=lowering)
+    assert {(entry.kind, entry.why.partition(",")[0]) for entry in moved(graph)} == {
+        (Kind.COPY, "computed by transformers.grouped_mm_fallback_backward.default"),
+        (Kind.CONCATENATION, "by the program itself"),  # attention's sinks, behind its scores
+    }
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("build", [Tied, Twice, Experts, Affine])
+def test_each_of_these_copies_nothing(build, lowering, without_code_generation):
+    with fake_world(2):
+        assert moved(report(build, INPUTS.get(build, numbers)(), lowering=lowering)) == []
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("build", [Convolution, Shared])
+def test_what_can_not_be_written_in_place_is_copied_once_and_says_why(build, lowering, without_code_generation):
+    reasons = {Convolution: "convolution_backward", Shared: "read elsewhere too"}
+    with fake_world(2):
+        copies = moved(report(build, INPUTS.get(build, numbers)(), lowering=lowering))
+        parameters = list(build().parameters())
+    assert [entry.kind for entry in copies] == [Kind.COPY] * len(parameters)
+    assert sum(entry.nbytes for entry in copies) == sum(param.nbytes for param in parameters)
+    assert all(reasons[build] in entry.why for entry in copies)
+
+
+def test_a_product_whose_place_is_not_aligned_is_copied(without_code_generation):
+    with fake_world(2):
+        copies = moved(report(models.Block, torch.randn(3, 13), lowering="eager"))
+    assert {(entry.nbytes, entry.why) for entry in copies} == {(7 * 13 * 4, "its place is not aligned to 16 bytes")}
+
+
+def test_mixed_precision_casts_shards_and_gradients_and_copies_nothing(without_code_generation):
+    policy = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with fake_world(2):
+        graph = report(models.llama, *models.batches(1, 64)[0], lowering="inductor", mp_policy=policy)
+    shards = sum(unit.shard_bytes for unit in graph.units)
+    forward, backward = graph.parts[Part.FORWARD], graph.parts[Part.BACKWARD]
+    assert forward.nbytes(Kind.CAST) == shards // 2  # each into its place in the bf16 buffer
+    assert backward.nbytes(Kind.CAST) == shards // 2 + shards  # the same again, and the reduced gradients to fp32
+    assert {entry.kind for entry in moved(graph)} == {Kind.CAST}
+
+
+def test_a_weight_used_twice_accumulates_in_its_place(without_code_generation, tmp_path, monkeypatch):
+    monkeypatch.setenv("VESCALE_DUMP", str(tmp_path))
+    with fake_world(2):
+        report(Twice, numbers(), lowering="inductor")
+    (final,) = tmp_path.glob("**/*backward-after-verify.py")
+    products = [line for line in final.read_text().splitlines() if "matmul_into" in line]
+    assert len(products) == 2
+    assert [", False)" in line for line in products] == [True, False]
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("name", ["Tied", "Twice", "Experts", "Affine", "Convolution", "Shared"])
+@on_ranks(2)
+def test_gradients_are_those_of_the_unsharded_model(name, lowering):
+    torch._dynamo.reset()
+    build = globals()[name]
+    x = INPUTS.get(build, numbers)()
+    model, reference = vc.fully_shard(models.build(build)), models.build(build)
+    original = backend.inductor_compile_inner
+    backend.inductor_compile_inner = lambda gm, inputs, **kwargs: run_boxed(gm)
+    try:
+        torch.compile(model, backend="vescale", options={"lowering": lowering})(x).backward()
+    finally:
+        backend.inductor_compile_inner = original
+    reference(x).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

@@ -1,0 +1,114 @@
+"""Devices, links and clusters check themselves; their figures are the published ones."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from vescale_compile.cost import (
+    DEVICES,
+    PRESETS,
+    Calibration,
+    Cluster,
+    Device,
+    Link,
+    MeasuredCollective,
+    device,
+    gpu_cluster,
+    wire_cluster,
+)
+
+NVLINK = Link("NVLink", 450e9, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops", "terabytes_per_second", "gigabytes"),
+    [
+        ("a100", 312, 2.039, 80),
+        ("h100", 989.4, 3.35, 80),
+        ("h200", 989.4, 4.8, 141),
+        ("b200", 2250, 8.0, 180),
+        ("mi300x", 1307.4, 5.3, 192),
+    ],
+)
+def test_the_table_has_the_datasheets_figures(
+    name: str, teraflops: float, terabytes_per_second: float, gigabytes: int
+) -> None:
+    figures = device(name)
+    assert figures.peak_flops["bfloat16"] == pytest.approx(teraflops * 1e12)
+    assert figures.memory_bandwidth == pytest.approx(terabytes_per_second * 1e12)
+    assert figures.memory_bytes == gigabytes * 10**9
+
+
+def test_a_kernel_takes_the_larger_of_its_arithmetic_and_its_traffic_and_its_launch() -> None:
+    unit = Device("unit", {"bfloat16": 100.0}, 10.0, None, 0.5, 0.5, 1.0)
+    assert unit.seconds(200, 5, "bfloat16") == 200 / 50 + 1
+    assert unit.seconds(200, 50, "bfloat16") == 50 / 5 + 1
+    assert unit.seconds(0, 0, "") == 1
+
+
+def test_a_dtype_without_a_figure_is_refused() -> None:
+    with pytest.raises(ValueError, match="device 'a100' has no peak FLOP/s for float8; it has bfloat16, float16"):
+        device("a100").seconds(1, 1, "float8")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"memory_bandwidth": 0.0}, "memory_bandwidth is 0.0"),
+        ({"peak_flops": {"float32": -1.0}}, "float32 is -1.0"),
+        ({"compute_efficiency": 1.5}, r"compute_efficiency is 1.5; it must be in \(0, 1\]"),
+        ({"launch_overhead": -1.0}, "launch_overhead is -1.0"),
+    ],
+)
+def test_a_senseless_device_is_refused(change: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"device 'h100': {problem}"):
+        dataclasses.replace(device("h100"), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"bandwidth": 0.0}, "bandwidth is 0.0"),
+        ({"latency": -1.0}, "latency is -1.0"),
+        ({"efficiency": 0.0}, "efficiency is 0.0"),
+        ({"load": 1.0}, "load is 1.0"),
+    ],
+)
+def test_a_senseless_link_is_refused(change: dict[str, float], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"link 'NVLink': {problem}"):
+        dataclasses.replace(NVLINK, **change)
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no device 'tpu' in the table; it has a100, h100, h800, h200, b200, mi300x"):
+        device("tpu")
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_refused() -> None:
+    with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8"):
+        gpu_cluster("h100", 12)
+    with pytest.raises(ValueError, match="0 ranks"):
+        Cluster(device("h100"), 0, 8, NVLINK, NVLINK)
+
+
+def test_every_gpu_of_the_table_has_a_cluster() -> None:
+    assert PRESETS.keys() == DEVICES.keys()
+    assert PRESETS["h100"](64) == gpu_cluster("h100", 64)
+    assert (PRESETS["h100"](64).nodes, PRESETS["h100"](4).local_ranks) == (8, 4)
+
+
+def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
+    unit = Device("cpu", {"float32": 1e11}, 1e10, None, 1.0, 1.0, 1e-6)
+    calibration = Calibration(unit, 2, {"all_gather": MeasuredCollective(1e-4, 2e8, 0.3)})
+    calibration.save(tmp_path / "this.json")
+    assert Calibration.load(tmp_path / "this.json") == calibration
+    assert wire_cluster(unit, 2, 2.0, measured=calibration.collectives).measured == calibration.collectives
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "another"}'])
+def test_another_file_is_no_calibration(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json is no calibration"):
+        Calibration.load(path)

@@ -1,0 +1,104 @@
+"""Time of collectives: the algorithms' formulas, the choice among them, and what others have measured."""
+
+import dataclasses
+import math
+
+import pytest
+
+from vescale_compile.cost import (
+    KINDS,
+    Cluster,
+    Link,
+    MeasuredCollective,
+    collective_cost,
+    device,
+    gpu_cluster,
+    wire_cluster,
+)
+from vescale_compile.planner.models import published
+
+
+def cluster(ranks: int, ranks_per_node: int) -> Cluster:
+    within, between = Link("inside", 100.0, 1.0, 0.5, load=0.1), Link("outside", 10.0, 2.0, load=0.3)
+    return Cluster(device("h100"), ranks, ranks_per_node, within, between, start=3.0)
+
+
+def test_a_ring_in_one_node_passes_on_all_but_a_ranks_own_part() -> None:
+    cost = collective_cost(cluster(4, 8), "all_gather", 800)
+    assert (cost.latency, cost.wire_time, cost.load) == (3 + 3 * 1, 800 * 3 / 4 / 50, 0.1)
+
+
+def test_a_ring_over_nodes_is_as_fast_as_its_slower_class_of_links() -> None:
+    cost = collective_cost(cluster(8, 2), "reduce_scatter", 1e6)
+    assert cost.algorithm == "ring"
+    assert (cost.latency, cost.wire_time) == (3 + 4 * 1 + 3 * 2, 1e6 * 7 / 8 / 2 / 10)
+    assert cost.load == 0.3
+
+
+def test_small_gathers_go_level_by_level_and_large_ones_in_one_ring() -> None:
+    small, large = (collective_cost(gpu_cluster("h100", 1024), "all_gather", size) for size in (1e5, 1e10))
+    assert (small.algorithm, large.algorithm) == ("two-level", "ring")
+    assert small.latency < large.latency
+
+
+def test_small_all_reduces_over_many_nodes_go_by_trees() -> None:
+    wide = cluster(1024, 1)
+    assert collective_cost(wide, "all_reduce", 10).algorithm == "tree"
+    assert collective_cost(wide, "all_reduce", 10).latency == 3 + 2 * math.log2(1024) * 2
+
+
+def test_a_large_all_reduce_takes_as_long_as_a_reduce_scatter_and_a_gather() -> None:
+    where = cluster(4, 4)
+    times = {kind: collective_cost(where, kind, 1e9).wire_time for kind in KINDS}
+    assert times["all_reduce"] == times["reduce_scatter"] + times["all_gather"]
+
+
+def test_an_all_to_all_sends_each_rank_its_part() -> None:
+    cost = collective_cost(cluster(8, 4), "all_to_all", 800)
+    assert cost.wire_time == max(800 * 3 / 8 / 50, 800 * 4 / 8 / 10)
+
+
+def test_gloos_reduce_scatter_is_an_all_reduce() -> None:
+    wire = wire_cluster(device("h100"), 2, 2.0)
+    assert collective_cost(wire, "reduce_scatter", 1e6) == collective_cost(wire, "all_reduce", 1e6)
+
+
+def test_a_gather_over_a_plain_wire_takes_the_wires_time() -> None:
+    cost = collective_cost(wire_cluster(device("h100"), 2, 2.0, latency=0.0, load=0.25), "all_gather", 120e6)
+    assert cost.seconds == pytest.approx(60e6 / (0.25e9 * 0.95))
+    assert cost.load == 0.25
+
+
+def test_what_was_measured_is_believed_before_the_model() -> None:
+    measured = {"all_gather": MeasuredCollective(1.0, 10.0, 0.5)}
+    where = dataclasses.replace(cluster(4, 4), measured=measured)
+    cost = collective_cost(where, "all_gather", 50)
+    assert (cost.algorithm, cost.seconds, cost.load) == ("measured", 6.0, 0.5)
+    assert collective_cost(where, "reduce_scatter", 50).algorithm == "ring"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_communicates_with_nobody(kind: str) -> None:
+    assert collective_cost(cluster(1, 8), kind, 1e9).seconds == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
+def test_more_bytes_never_take_less_time(kind: str, ranks: int) -> None:
+    times = [collective_cost(gpu_cluster("h100", ranks), kind, 10.0**power).seconds for power in range(12)]
+    assert times == sorted(times)
+
+
+def test_an_unknown_collective_and_a_negative_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="no collective 'gossip'; there are all_gather, reduce_scatter"):
+        collective_cost(cluster(4, 4), "gossip", 1)
+    with pytest.raises(ValueError, match="all_gather of -1 bytes"):
+        collective_cost(cluster(4, 4), "all_gather", -1)
+
+
+def test_the_published_collectives_of_gpt_oss_on_64_h800_are_met_within_12_percent() -> None:
+    """A layer's all-gather in bf16 and reduce-scatter in fp32 (veScale-FSDP, arXiv 2602.22437)."""
+    numel = sum(map(math.prod, published("gpt-oss-120b").units["model.layers.0"].values()))
+    where = gpu_cluster("h800", 64)
+    assert collective_cost(where, "all_gather", 2 * numel).seconds == pytest.approx(43.71e-3, rel=0.12)
+    assert collective_cost(where, "reduce_scatter", 4 * numel).seconds == pytest.approx(94.24e-3, rel=0.12)

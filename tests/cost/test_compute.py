@@ -1,0 +1,165 @@
+"""Time of graph nodes: arithmetic by formula, traffic by what enters and leaves a kernel."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.flop_counter import FlopCounterMode
+
+from vescale_compile.cost import Device
+from vescale_compile.cost.compute import compute_seconds, flops
+from vescale_compile.runtime import ops  # noqa: F401  (registers the package's operators)
+
+# A second is one operation, or one byte and a launch: times can be read off.
+ARITHMETIC = Device("arithmetic", {"float32": 1.0, "bfloat16": 2.0}, 1e30, None, 1.0, 1.0, 0.0)
+TRAFFIC = Device("traffic", {"float32": 1e30}, 1.0, None, 1.0, 1.0, 0.0)
+LAUNCHES = Device("launches", {"float32": 1e30}, 1e30, None, 1.0, 1.0, 1.0)
+
+
+def capture(run: Callable[..., object], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> fx.Graph:
+    with FakeTensorMode():
+        return make_fx(run, tracing_mode="fake")(*(torch.empty(shape, dtype=dtype) for shape in shapes)).graph
+
+
+def total(graph: fx.Graph, device: Device, *, fused: bool = True) -> float:
+    return sum(compute_seconds(graph.nodes, device, fused=fused).values())
+
+
+def close(seconds: float) -> object:
+    return pytest.approx(seconds, rel=1e-6, abs=1e-6)
+
+
+def test_a_matrix_product_takes_two_operations_for_each_multiplication() -> None:
+    assert total(capture(torch.mm, (3, 5), (5, 7)), ARITHMETIC) == close(2 * 3 * 5 * 7)
+    assert total(capture(torch.mm, (3, 5), (5, 7), dtype=torch.bfloat16), ARITHMETIC) == close(3 * 5 * 7)
+
+
+def test_operations_of_a_whole_backward_are_those_that_pytorch_counts() -> None:
+    def step(x: Tensor, weight: Tensor, kernel: Tensor) -> Tensor:
+        x, weight, kernel = (each.detach().requires_grad_() for each in (x, weight, kernel))
+        y = F.conv2d(F.linear(x, weight), kernel).square().sum()
+        return torch.autograd.grad(y, [x, weight, kernel])[1]
+
+    shapes = (2, 3, 8, 4), (6, 4), (5, 3, 3, 3)
+    graph = capture(step, *shapes)
+    with FlopCounterMode(display=False) as counter:
+        step(*map(torch.randn, shapes))
+    formulas = counter.flop_registry
+    assert sum(flops(node, formulas) for node in graph.nodes) == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_causal_attention_takes_half_the_operations(causal: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)[0]
+
+    graph = capture(attend, *[(2, 3, 16, 8)] * 3)
+    assert total(graph, ARITHMETIC) == close(2 * 3 * (2 * 2 * 16 * 16 * 8) / (2 if causal else 1))
+
+
+def test_attentions_backward_has_operations_too() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q.detach().requires_grad_()
+        y = F.scaled_dot_product_attention(q, k, v)
+        return torch.autograd.grad(y.sum(), q)[0]
+
+    graph = capture(step, *[(2, 3, 16, 8)] * 3)
+    forward_matmul = 2 * 2 * 3 * 16 * 16 * 8
+    assert total(graph, ARITHMETIC) == close((2 + 5) * forward_matmul)
+
+
+def test_a_matrix_product_reads_its_factors_and_writes_its_result() -> None:
+    assert total(capture(torch.mm, (3, 5), (5, 7)), TRAFFIC) == close(4 * (15 + 35 + 21))
+
+
+def test_views_are_free() -> None:
+    graph = capture(lambda x: x.view(6).unsqueeze(0).expand(4, 6).transpose(0, 1)[1:], (2, 3))
+    assert set(compute_seconds(graph.nodes, LAUNCHES).values()) == {0.0}
+
+
+def test_what_is_expanded_is_read_once() -> None:
+    graph = capture(lambda x, y: torch.mm(x.expand(8, 4), y), (1, 4), (4, 2))
+    assert total(graph, TRAFFIC) == close(4 * (4 + 8 + 16))
+
+
+def chain(x: Tensor) -> Tensor:
+    return ((x + 1).view(-1) * 2).relu()
+
+
+def test_pointwise_operators_in_a_row_are_one_kernel() -> None:
+    graph = capture(chain, (10, 10))
+    assert total(graph, TRAFFIC) == 4 * (100 + 100)
+    assert total(graph, LAUNCHES) == 1
+
+
+def test_unfused_each_pointwise_operator_is_a_kernel() -> None:
+    graph = capture(chain, (10, 10))
+    assert total(graph, TRAFFIC, fused=False) == 4 * 3 * (100 + 100)
+    assert total(graph, LAUNCHES, fused=False) == 3
+
+
+def test_what_a_matrix_product_reads_is_written_to_memory() -> None:
+    graph = capture(lambda x, y: torch.mm(x + 1, y), (10, 10), (10, 10))
+    assert total(graph, TRAFFIC) == close(4 * (2 * 100 + 3 * 100))
+
+
+def test_an_embedding_reads_the_rows_that_it_returns() -> None:
+    def look_up(weight: Tensor, index: Tensor) -> Tensor:
+        return F.embedding(index.long(), weight)
+
+    graph = capture(look_up, (1000, 8), (5,))
+    (embedding,) = graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    assert compute_seconds([embedding], TRAFFIC)[embedding] == 2 * 4 * 5 * 8 + 8 * 5
+
+
+def test_a_gradient_written_into_its_place_costs_what_the_product_costs() -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        for name, shape in (("out", (3, 7)), ("a", (3, 5)), ("b", (5, 7))):
+            graph.placeholder(name).meta["val"] = torch.empty(shape)
+    node = graph.call_function(torch.ops.vescale.matmul_into.default, (*graph.nodes, False))
+    node.meta["val"] = None
+    assert compute_seconds([node], ARITHMETIC)[node] == close(2 * 3 * 5 * 7)
+    assert compute_seconds([node], TRAFFIC)[node] == close(4 * (21 + 15 + 35))
+
+
+def test_collectives_are_not_computation() -> None:
+    graph = fx.Graph()
+    shard = graph.placeholder("shard")
+    gather = graph.call_function(torch.ops.vescale.all_gather.default, (shard, 0, 2, "group"))
+    with FakeTensorMode():
+        shard.meta["val"], gather.meta["val"] = torch.empty(4), torch.empty(8)
+    assert compute_seconds([gather], LAUNCHES) == {gather: 0.0}
+
+
+def test_symbolic_sizes_count_as_they_were_at_capture_and_are_not_guarded() -> None:
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    x, y = (mode.from_tensor(torch.empty(6, 6), static_shapes=False) for _ in range(2))
+    graph = make_fx(lambda x, y: torch.mm(x.relu(), y.relu()), tracing_mode="real")(x, y).graph
+    guards = len(environment.guards)
+    assert total(graph, ARITHMETIC) == close(2 * 6**3)
+    assert len(environment.guards) == guards
+
+
+def test_float32_products_are_tf32_where_pytorch_is_told_so() -> None:
+    device = Device("gpu", {"float32": 1.0, "tf32": 10.0}, 1e30, None, 1.0, 1.0, 0.0)
+    graph = capture(torch.mm, (3, 5), (5, 7))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert total(graph, device) == close(21)
+        torch.set_float32_matmul_precision("highest")
+        assert total(graph, device) == close(210)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_product_in_a_dtype_without_a_figure_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"aten\.mm.*device 'traffic' has no peak FLOP/s for bfloat16"):
+        total(capture(torch.mm, (3, 5), (5, 7), dtype=torch.bfloat16), TRAFFIC)

@@ -1,0 +1,29 @@
+"""Counts what runs on the local tensors of sharded ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vescale_compile as vc
+
+
+class Kernels(TorchDispatchMode):
+    """Records each operator that ran on local tensors, with the number of tensors it ran over. Views don't count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if vc.RaggedDTensor in types:
+            return NotImplemented  # unwrapped first
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            self.ran.append((func._opname, len(args[0]) if args and isinstance(args[0], list | tuple) else 1))
+        return func(*args, **(kwargs or {}))
+
+    def over(self, *names: str) -> int:
+        """Tensors that operators of these names ran over: as many kernels, where lists are not fused."""
+        return sum(tensors for name, tensors in self.ran if name in names)

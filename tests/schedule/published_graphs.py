@@ -1,0 +1,79 @@
+"""Task graphs of published models on described clusters, in the units that ``fully_shard`` makes of them."""
+
+import math
+
+from vescale_compile.cost import Cluster, CollectiveCost, collective_cost
+from vescale_compile.planner.models import PUBLISHED, Shapes, published
+from vescale_compile.schedule import Compute, TaskGraph, Transfer
+
+MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3-671b")
+EXPERTS_PER_TOKEN = {"gpt-oss-120b": 4, "deepseek-v3-671b": 8}
+PARAM_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 16  # bf16 gathers, fp32 reductions; fp32 master, gradient and AdamW
+
+
+def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int = 8192) -> TaskGraph:
+    """A training step with activation checkpointing, each layer in two tasks forward and two backward.
+
+    Args:
+        tokens: of each rank and step.
+        sequence: tokens that attend to one another.
+    """
+    shapes = published(model).units
+    units = {name: sum(map(math.prod, unit.values())) for name, unit in shapes.items()}
+    config = PUBLISHED[model][1]
+    hidden, layers = config["hidden_size"], [name for name in units if name != "rest"]
+    heads = config["num_attention_heads"] * config.get("head_dim", 192)
+    states = sum(units.values()) * STATE_BYTES // cluster.ranks
+    attention = 2 * sequence * heads * tokens
+    active = [_active_parameters(model, shapes[name]) for name in layers]
+    forward = [cluster.device.seconds(2 * tokens * numel + attention, 0, "bfloat16") for numel in active]
+    head = cluster.device.seconds(2 * tokens * hidden * config["vocab_size"], 0, "bfloat16")
+    saved, working = 2 * tokens * hidden, 40 * tokens * hidden
+
+    compute = [Compute("embedding", 1e-5, states + saved)]
+    for index, seconds in enumerate(forward):
+        live = states + (index + 1) * saved + working
+        compute += [Compute(f"{layers[index]} {part}", seconds / 2, live) for part in ("attention", "mlp")]
+    live = states + len(layers) * saved + 8 * tokens * hidden
+    compute += [Compute("head", head, live), Compute("head backward", 2 * head, live)]
+    for index, seconds in reversed(list(enumerate(forward))):
+        live = states + (index + 1) * saved + 2 * working
+        compute += [Compute(f"{layers[index]} {part} backward", 1.5 * seconds, live) for part in ("mlp", "attention")]
+    compute.append(Compute("embedding backward", 1e-5, states + saved))
+
+    end = len(compute) - 1
+    spans = {name: (1 + 2 * index, 2 + 2 * index) for index, name in enumerate(layers)}
+    uses = [("rest", (0, 1 + 2 * len(layers)), (end - 1 - 2 * len(layers), end))]
+    uses += [(name, spans[name], (end - spans[name][1], end - spans[name][0])) for name in layers]
+    transfers = []
+    for name, readers, _ in uses:
+        cost = collective_cost(cluster, "all_gather", PARAM_BYTES * units[name])
+        transfers.append(_transfer(f"gather {name}", cost, readers=readers, output_bytes=PARAM_BYTES * units[name]))
+    for index, (name, _, backward) in enumerate(uses):
+        cost = collective_cost(cluster, "all_gather", PARAM_BYTES * units[name])
+        readers = backward if name != "rest" else backward[:1]
+        transfers.append(
+            _transfer(
+                f"gather {name} again", cost, readers=readers, output_bytes=PARAM_BYTES * units[name], repeats=index
+            )
+        )
+    for name, _, backward in uses:
+        nbytes = GRADIENT_BYTES * units[name]
+        cost = collective_cost(cluster, "reduce_scatter", nbytes)
+        transfers.append(_transfer(f"reduce {name}", cost, writers=backward, input_bytes=nbytes))
+    return TaskGraph(tuple(compute), tuple(transfers))
+
+
+def _transfer(name: str, cost: CollectiveCost, **uses: object) -> Transfer:
+    return Transfer(name, cost.latency, cost.wire_time, load=cost.load, **uses)  # type: ignore[arg-type]
+
+
+def _active_parameters(model: str, shapes: Shapes) -> float:
+    """Parameters of a layer that a token meets: of the experts, those that it is sent to."""
+    config, active = PUBLISHED[model][1], 0.0
+    for name, shape in shapes.items():
+        share = 1.0
+        if ".experts" in name:
+            share = EXPERTS_PER_TOKEN[model] / config.get("num_local_experts", config.get("n_routed_experts"))
+        active += share * math.prod(shape)
+    return active

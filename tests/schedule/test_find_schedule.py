@@ -1,0 +1,212 @@
+"""The list scheduler against exhaustive search, and what it does with a budget."""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import any_graphs, sharded_steps
+
+from vescale_compile.schedule import (
+    BudgetError,
+    Compute,
+    Scheduled,
+    TaskGraph,
+    Transfer,
+    best_schedule,
+    find_schedule,
+    least_peak,
+    simulate,
+)
+
+room = st.integers(0, 6)
+examples = settings(max_examples=40, deadline=None, derandomize=True)
+few_examples = settings(max_examples=10, deadline=None, derandomize=True)
+
+
+def optimum(graph: TaskGraph, budget: int | None = None) -> float:
+    schedule = best_schedule(graph, budget)
+    assert schedule is not None
+    timeline = simulate(graph, schedule)
+    assert budget is None or timeline.peak_bytes <= budget
+    return timeline.makespan
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        sharded_steps(2),
+        sharded_steps(2, lanes=2),
+        sharded_steps(2, load=0.25),
+        pytest.param(sharded_steps(2, merge=True), marks=pytest.mark.slow),
+    ],
+    ids=["one lane", "two lanes", "loading the device", "mergeable"],
+)
+def test_two_units_are_scheduled_as_exhaustive_search_does(steps: st.SearchStrategy[TaskGraph]) -> None:
+    @examples
+    @given(steps, room)
+    def check(graph: TaskGraph, room: int) -> None:
+        budget = least_peak(graph) + room
+        found = find_schedule(graph, budget)
+        assert found.timeline.makespan == pytest.approx(optimum(graph, budget))
+
+    check()
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(sharded_steps(3), room)
+def test_three_units_are_scheduled_within_5_percent_of_the_optimum(graph: TaskGraph, room: int) -> None:
+    budget = least_peak(graph) + room
+    assert find_schedule(graph, budget).timeline.makespan <= 1.05 * optimum(graph, budget)
+
+
+@examples
+@given(sharded_steps(2, merge=True), room)
+def test_no_schedule_is_faster_than_the_lower_bound(graph: TaskGraph, room: int) -> None:
+    budget = least_peak(graph) + room
+    assert find_schedule(graph, budget).bound.makespan <= optimum(graph, budget) * (1 + 1e-9)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(any_graphs(), room)
+def test_schedules_of_any_graph_lie_between_the_bound_and_one_and_a_half_times_the_optimum(
+    graph: TaskGraph, room: int
+) -> None:
+    budget = least_peak(graph) + room
+    found, best = find_schedule(graph, budget), optimum(graph, budget)
+    assert found.timeline.peak_bytes <= budget
+    assert found.bound.makespan <= best + 1e-9
+    assert best - 1e-9 <= found.timeline.makespan <= 1.5 * best + 1e-9
+
+
+@few_examples
+@given(sharded_steps(6, merge=True), room)
+def test_the_budget_is_kept_and_every_transfer_is_placed(graph: TaskGraph, room: int) -> None:
+    budget = least_peak(graph) + room
+    found = find_schedule(graph, budget)
+    assert found.timeline.peak_bytes <= budget
+    placed = [index for placement in found.schedule.placements for index in placement.transfers]
+    assert sorted([*placed, *found.schedule.kept]) == list(range(len(graph.transfers)))
+
+
+@examples
+@given(sharded_steps(2))
+def test_below_the_least_peak_there_is_no_schedule(graph: TaskGraph) -> None:
+    assert best_schedule(graph, least_peak(graph)) is not None
+    assert best_schedule(graph, least_peak(graph) - 1) is None
+
+
+@few_examples
+@given(sharded_steps(4, lanes=2, merge=True), room)
+def test_the_schedule_depends_on_the_graph_and_the_budget_alone(graph: TaskGraph, room: int) -> None:
+    again = TaskGraph(tuple(graph.compute), tuple(graph.transfers))
+    budget = least_peak(graph) + room
+    assert find_schedule(graph, budget).schedule == find_schedule(again, budget).schedule
+
+
+def layers(count: int, gather: float, compute: float, size: int, *, latency: float = 0.0) -> TaskGraph:
+    """Equal layers whose backward takes twice the time of their forward."""
+    last = 2 * count - 1
+    tasks = [Compute(f"layer {i}", compute) for i in range(count)]
+    tasks += [Compute(f"layer {i} backward", 2 * compute) for i in reversed(range(count))]
+    merge = "all" if latency else None
+    transfers = [
+        Transfer(f"gather {i}", latency, gather, readers=(i,), output_bytes=size, merge=merge) for i in range(count)
+    ]
+    transfers += [
+        Transfer(f"gather {i} again", latency, gather, readers=(last - i,), output_bytes=size, repeats=i, merge=merge)
+        for i in range(count)
+    ]
+    transfers += [Transfer(f"reduce {i}", latency, gather, writers=(last - i,), input_bytes=size) for i in range(count)]
+    return TaskGraph(tuple(tasks), tuple(transfers))
+
+
+def kept(graph: TaskGraph, found: Scheduled) -> set[str]:
+    return {graph.transfers[index].name for index in found.schedule.kept}
+
+
+def test_where_computation_dominates_all_but_the_ends_is_hidden() -> None:
+    found = find_schedule(layers(10, gather=1.0, compute=3.0, size=1), 4)
+    assert found.timeline.makespan == found.bound.critical_path == 1 + 90 + 1
+    assert kept(layers(10, gather=1.0, compute=3.0, size=1), found) == {"gather 9 again"}
+
+
+def test_where_the_wire_dominates_memory_is_spent_on_keeping_what_is_needed_again_first() -> None:
+    graph = layers(10, gather=3.0, compute=1.0, size=1)
+    assert kept(graph, find_schedule(graph, 2)) <= {"gather 9 again"}
+    found = find_schedule(graph, 6)
+    assert kept(graph, found) >= {f"gather {i} again" for i in (7, 8, 9)}
+    assert found.gap < 0.05
+
+
+def test_what_is_needed_again_at_once_is_kept_whatever_the_budget() -> None:
+    graph = layers(4, gather=1.0, compute=9.0, size=1)
+    assert kept(graph, find_schedule(graph, least_peak(graph))) >= {"gather 3 again"}
+
+
+def test_more_memory_never_hurts_much_and_helps_where_it_is_short() -> None:
+    graph = layers(10, gather=3.0, compute=3.0, size=1)
+    times = [find_schedule(graph, budget).timeline.makespan for budget in (2, 3, 4, 6, 10, 30)]
+    assert all(after <= before * 1.001 for before, after in pairwise(times))
+    assert times[-1] < 0.8 * times[0]
+
+
+def test_small_transfers_share_collectives_where_latency_dominates() -> None:
+    graph = layers(8, gather=0.1, compute=0.5, size=1, latency=2.0)
+    found = find_schedule(graph, 40)
+    assert max(len(placement.transfers) for placement in found.schedule.placements) > 1
+    alone = TaskGraph(graph.compute, tuple(_unmergeable(transfer) for transfer in graph.transfers))
+    assert found.timeline.makespan < find_schedule(alone, 40).timeline.makespan
+
+
+def _unmergeable(transfer: Transfer) -> Transfer:
+    fields = {name: getattr(transfer, name) for name in Transfer.__dataclass_fields__}
+    return Transfer(**{**fields, "merge": None})
+
+
+def test_without_a_budget_no_more_memory_is_taken_than_the_speed_is_worth() -> None:
+    graph = layers(10, gather=1.0, compute=3.0, size=1)
+    found = find_schedule(graph)
+    assert found.timeline.makespan <= 1.01 * find_schedule(graph, 100).timeline.makespan
+    assert found.timeline.peak_bytes <= 4
+
+
+def test_a_budget_that_nothing_fits_in_is_refused_with_what_takes_the_memory() -> None:
+    graph = TaskGraph(
+        (Compute("layer", 1.0, 70), Compute("layer backward", 1.0, 80)),
+        (
+            Transfer("gather", 0.0, 1.0, readers=(0, 1), output_bytes=30),
+            Transfer("reduce", 0.0, 1.0, writers=(1,), input_bytes=60),
+        ),
+    )
+    message = (
+        "memory_budget is 169 bytes, but even a schedule that overlaps nothing needs 170, at 'layer backward': "
+        r"80 of layer backward's own \(activations, shards, states\), 60 of the input of reduce, "
+        "30 of the output of gather. Give at least that"
+    )
+    with pytest.raises(BudgetError, match=message) as error:
+        find_schedule(graph, 169)
+    assert error.value.least_bytes == 170
+    assert find_schedule(graph, 170).timeline.peak_bytes == 170
+
+
+def test_processes_whose_strings_hash_differently_find_the_same_schedule() -> None:
+    source = (
+        "from published_graphs import published_graph; from vescale_compile.cost import gpu_cluster; "
+        "from vescale_compile.schedule import find_schedule, least_peak; "
+        "graph = published_graph('gpt-oss-120b', gpu_cluster('h100', 64), 8192); "
+        "print(find_schedule(graph, least_peak(graph) + 30 * 10**9).schedule)"
+    )
+    command, folder = [sys.executable, "-c", source], Path(__file__).parent
+    schedules = {
+        subprocess.run(
+            command, cwd=folder, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(schedules) == 1

@@ -1,0 +1,46 @@
+"""Published models at scale: how near schedules come to the lower bound."""
+
+import pytest
+from published_graphs import MODELS, published_graph
+
+from vescale_compile.cost import gpu_cluster
+from vescale_compile.schedule import TaskGraph, find_schedule, least_peak
+
+
+def layer_gradient_bytes(graph: TaskGraph) -> int:
+    return max(transfer.input_bytes for transfer in graph.transfers if "layers" in transfer.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [8192, 32768])
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+@pytest.mark.parametrize("model", MODELS)
+def test_with_room_for_two_layers_gradients_the_gap_is_at_most_5_percent(model: str, ranks: int, tokens: int) -> None:
+    graph = published_graph(model, gpu_cluster("h100", ranks), tokens)
+    budget = least_peak(graph) + 2 * layer_gradient_bytes(graph)
+    found = find_schedule(graph, budget)
+    assert found.timeline.peak_bytes <= budget
+    assert found.gap <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a100", "h200", "b200", "mi300x"])
+def test_the_gap_is_at_most_5_percent_on_other_devices(name: str) -> None:
+    graph = published_graph("llama-3-70b", gpu_cluster(name, 64), 16384)
+    assert find_schedule(graph, least_peak(graph) + 2 * layer_gradient_bytes(graph)).gap <= 0.05
+
+
+def test_llama_on_1024_gpus_of_80_gb_hides_all_but_the_first_gather_and_the_last_reduction() -> None:
+    graph = published_graph("llama-3-70b", gpu_cluster("h100", 1024), 16384)
+    found = find_schedule(graph, 80 * 10**9)
+    assert found.timeline.makespan == pytest.approx(found.bound.critical_path)
+    assert found.timeline.exposed < 0.01 * found.timeline.makespan
+
+
+@pytest.mark.slow
+def test_where_the_wire_dominates_room_is_spent_on_units_that_stay_unsharded() -> None:
+    graph = published_graph("gpt-oss-120b", gpu_cluster("h100", 64), 8192)
+    extra = 8 * layer_gradient_bytes(graph)
+    tight, roomy = (find_schedule(graph, least_peak(graph) + room) for room in (extra // 8, extra))
+    assert len(roomy.schedule.kept) > len(tight.schedule.kept) + 5
+    assert roomy.timeline.makespan < 0.95 * tight.timeline.makespan

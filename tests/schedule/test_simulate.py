@@ -1,0 +1,176 @@
+"""The model of execution: each rule on a graph small enough to follow by hand."""
+
+import pytest
+
+from vescale_compile.schedule import (
+    Compute,
+    Launch,
+    Placement,
+    Run,
+    Schedule,
+    ScheduleError,
+    TaskGraph,
+    Timeline,
+    Transfer,
+    Wait,
+    simulate,
+)
+
+
+def transfer(name: str, seconds: float, **uses: object) -> Transfer:
+    return Transfer(name, 0.0, seconds, **uses)  # type: ignore[arg-type]
+
+
+def run(graph: TaskGraph, *instructions: Run | Launch | Wait, kept: tuple[int, ...] = ()) -> Timeline:
+    return simulate(graph, Schedule(instructions, frozenset(kept)))
+
+
+TWO_LAYERS = TaskGraph(
+    (Compute("first", 3.0, 10), Compute("second", 4.0, 20)),
+    (
+        transfer("gather 1", 2.0, readers=(0,), output_bytes=5),
+        transfer("gather 2", 5.0, readers=(1,), output_bytes=7),
+    ),
+)
+ONE_AFTER_ANOTHER = (Launch((0,)), Wait((0,)), Run(0), Launch((1,)), Wait((1,)), Run(1))
+PREFETCHED = (Launch((0,)), Launch((1,)), Wait((0,)), Run(0), Wait((1,)), Run(1))
+
+
+def test_what_is_launched_where_it_is_needed_is_exposed() -> None:
+    timeline = run(TWO_LAYERS, *ONE_AFTER_ANOTHER)
+    assert (timeline.makespan, timeline.exposed, timeline.hidden) == (14.0, 7.0, 0.0)
+
+
+def test_what_is_launched_ahead_flies_while_the_computation_runs() -> None:
+    timeline = run(TWO_LAYERS, *PREFETCHED)
+    assert [(span.launched, span.start, span.stop, span.stall) for span in timeline.transfers] == [
+        (0.0, 0.0, 2.0, 2.0),
+        (0.0, 2.0, 7.0, 2.0),
+    ]
+    assert timeline.runs == ((2.0, 5.0), (7.0, 11.0))
+    assert (timeline.makespan, timeline.exposed, timeline.communication) == (11.0, 4.0, 7.0)
+    assert timeline.hidden == pytest.approx(3 / 7)
+    assert timeline.most_in_flight == 2
+
+
+def test_an_output_is_held_from_its_launch_until_its_last_reader_has_run() -> None:
+    assert run(TWO_LAYERS, *ONE_AFTER_ANOTHER).peak_bytes == 20 + 7
+    early = (Launch((1,)), Launch((0,)), Wait((0,)), Run(0), Wait((1,)), Run(1))
+    graph = TaskGraph((Compute("first", 3.0, 17), Compute("second", 4.0, 20)), TWO_LAYERS.transfers)
+    assert run(graph, *early).peak_bytes == 17 + 5 + 7
+
+
+REDUCTION = TaskGraph(
+    (Compute("writes half", 1.0, 10), Compute("writes the rest", 1.0, 10), Compute("other", 1.0, 12)),
+    (transfer("reduce", 1.5, writers=(0, 1), input_bytes=6, output_bytes=2),),
+)
+
+
+def test_an_input_is_held_from_its_first_writer_until_its_wait() -> None:
+    late = run(REDUCTION, Run(0), Run(1), Launch((0,)), Run(2), Wait((0,)))
+    assert (late.makespan, late.exposed, late.peak_bytes) == (3.5, 0.5, 12 + 6 + 2)
+    soon = run(REDUCTION, Run(0), Run(1), Launch((0,)), Wait((0,)), Run(2))
+    assert (soon.makespan, soon.exposed, soon.peak_bytes) == (4.5, 1.5, 10 + 6 + 2)
+
+
+def test_memory_does_not_depend_on_durations() -> None:
+    slow = TaskGraph(REDUCTION.compute, (transfer("reduce", 99.0, writers=(0, 1), input_bytes=6, output_bytes=2),))
+    program = (Run(0), Run(1), Launch((0,)), Run(2), Wait((0,)))
+    assert run(slow, *program).peak_bytes == run(REDUCTION, *program).peak_bytes
+
+
+def test_lanes_over_one_wire_share_it_equally() -> None:
+    graph = TaskGraph(
+        (Compute("task", 1.0),),
+        (
+            transfer("short", 2.0, readers=(0,), lane="a"),
+            transfer("long", 3.0, readers=(0,), lane="b"),
+        ),
+    )
+    timeline = run(graph, Launch((0,)), Launch((1,)), Wait((0,)), Wait((1,)), Run(0))
+    assert [(span.start, span.stop) for span in timeline.transfers] == [(0.0, 4.0), (0.0, 5.0)]
+
+
+def test_lanes_over_two_wires_do_not_slow_one_another() -> None:
+    graph = TaskGraph(
+        (Compute("task", 1.0),),
+        (
+            transfer("short", 2.0, readers=(0,), lane="a", wire="inside"),
+            transfer("long", 3.0, readers=(0,), lane="b", wire="outside"),
+        ),
+    )
+    timeline = run(graph, Launch((0,)), Launch((1,)), Wait((0,)), Wait((1,)), Run(0))
+    assert [(span.start, span.stop) for span in timeline.transfers] == [(0.0, 2.0), (0.0, 3.0)]
+
+
+def test_a_transfer_that_loads_the_device_slows_the_computation_beside_it() -> None:
+    graph = TaskGraph((Compute("task", 4.0),), (transfer("reduce", 2.0, writers=(0,), load=0.5),) * 1)
+    assert run(graph, Run(0), Launch((0,)), Wait((0,))).slowdown == 0.0
+    graph = TaskGraph(
+        (Compute("first", 4.0), Compute("second", 1.0)), (transfer("gather", 2.0, readers=(1,), load=0.5),)
+    )
+    timeline = run(graph, Launch((0,)), Run(0), Wait((0,)), Run(1))
+    assert (timeline.makespan, timeline.slowdown, timeline.exposed) == (6.0, 1.0, 0.0)
+
+
+def test_merged_transfers_pay_one_latency() -> None:
+    parts = [Transfer(f"gather {i}", 2.0, 1.0, readers=(i,), merge="gathers") for i in range(2)]
+    graph = TaskGraph((Compute("first", 1.0), Compute("second", 1.0)), tuple(parts))
+    together = run(graph, Launch((0, 1)), Wait((0, 1)), Run(0), Run(1))
+    apart = run(graph, Launch((0,)), Launch((1,)), Wait((0,)), Run(0), Wait((1,)), Run(1))
+    assert (together.makespan, together.communication) == (6.0, 4.0)
+    assert (apart.makespan, apart.communication) == (7.0, 6.0)
+
+
+KEEPABLE = TaskGraph(
+    (Compute("forward", 1.0), Compute("loss", 1.0, 50), Compute("backward", 1.0)),
+    (
+        transfer("gather", 1.0, readers=(0,), output_bytes=5),
+        transfer("gather again", 1.0, readers=(2,), output_bytes=5, repeats=0),
+    ),
+)
+
+
+def test_a_kept_output_saves_a_transfer_and_is_held_in_between() -> None:
+    kept = run(KEEPABLE, Launch((0,)), Wait((0,)), Run(0), Run(1), Run(2), kept=(1,))
+    assert (kept.makespan, kept.communication, kept.peak_bytes) == (4.0, 1.0, 55)
+    again = run(KEEPABLE, Launch((0,)), Wait((0,)), Run(0), Run(1), Launch((1,)), Wait((1,)), Run(2))
+    assert (again.makespan, again.communication, again.peak_bytes) == (5.0, 2.0, 50)
+
+
+@pytest.mark.parametrize(
+    ("graph", "instructions", "problem"),
+    [
+        (TWO_LAYERS, (Run(0),), "'first' reads 'gather 1' before its wait"),
+        (TWO_LAYERS, (Launch((0,)), Run(0)), "'first' reads 'gather 1' before its wait"),
+        (TWO_LAYERS, (Run(1),), "task 0 is next, not 1"),
+        (TWO_LAYERS, (Wait((0,)),), "gather 1: waited for, but not in flight"),
+        (TWO_LAYERS, (Launch((0,)), Launch((0,))), "gather 1: launched twice"),
+        (TWO_LAYERS, (Launch((0, 1)),), r"gather 1 \+ gather 2: these may not share a collective"),
+        (TWO_LAYERS, (Launch(()),), "of no transfers"),
+        (TWO_LAYERS, (Launch((0,)), Wait((0,)), Run(0)), "the program ends before 'second' has run"),
+        (REDUCTION, (Run(0), Launch((0,))), "reduce: launched before 'writes the rest' has written"),
+        (REDUCTION, (Run(0), Run(1), Run(2), Launch((0,))), "the program ends without a wait for 'reduce'"),
+    ],
+)
+def test_a_program_that_breaks_a_rule_is_refused(graph: TaskGraph, instructions: tuple, problem: str) -> None:
+    with pytest.raises(ScheduleError, match=problem):
+        run(graph, *instructions)
+
+
+def test_only_what_repeats_another_can_be_left_out() -> None:
+    with pytest.raises(ValueError, match="'gather' can't be left out"):
+        run(KEEPABLE, Run(0), kept=(0,))
+
+
+def test_placements_name_the_positions_of_launch_and_wait() -> None:
+    schedule = Schedule((Run(0), Run(1), Launch((0,)), Run(2), Wait((0,))))
+    assert schedule.placements == (Placement((0,), launch=2, wait=3),)
+
+
+def test_a_schedule_describes_itself_by_name() -> None:
+    assert Schedule(ONE_AFTER_ANOTHER).describe(TWO_LAYERS).splitlines()[:3] == [
+        "launch gather 1",
+        "wait   gather 1",
+        "run    first",
+    ]

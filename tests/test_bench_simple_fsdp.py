@@ -1,0 +1,82 @@
+"""The SimpleFSDP baseline, on two ranks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+
+from profiling import profiled
+from simple_fsdp import simple_fsdp
+from workload import Policy, Workload
+
+WIDTH = 8
+MATRIX = 4 * WIDTH * WIDTH  # bytes
+
+
+class Model(nn.Module):
+    """Two layers of two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x - target).square().mean()
+
+
+def batch(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)
+
+
+def averaged_gradients() -> list[Tensor]:
+    """Of the unsharded model, over the batches of both ranks."""
+    torch.manual_seed(0)
+    model = Model()
+    loss = (model(*batch(0)) + model(*batch(1))) / 2
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "bucketed", "gathered", "calls", "copied"),
+    [
+        # The backward needs no gradient of the input, and so not the first matrix.
+        ("keep", False, 4, {"all_gather": 4, "reduce_scatter": 4}, False),
+        ("reshard", True, 7, {"all_gather": 4, "reduce_scatter": 2}, True),
+    ],
+)
+@on_ranks(2, deadline_s=300)
+def test_gradients_are_the_averaged_ones_and_collectives_those_of_the_configuration(
+    policy: str, bucketed: bool, gathered: int, calls: dict[str, int], copied: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    workload = Workload("none", batch=4, seq=1, dtype="fp32", device="cpu", seed=0)
+    forward = simple_fsdp(model, workload, Policy(policy), bucketed=bucketed)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        forward(*batch(dist.get_rank())).backward()
+
+    step()
+    profile = profiled(step, 2, torch.device("cpu"))
+    for parameter, expected in zip(model.parameters(), averaged_gradients(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected)
+    collectives = profile.collectives
+    assert {kind: traffic.calls for kind, traffic in collectives.items()} == calls, collectives
+    assert collectives["all_gather"].payload_bytes == gathered * MATRIX, collectives
+    assert collectives["reduce_scatter"].payload_bytes == 4 * MATRIX, collectives
+    assert (profile.copies.copied_bytes > 0) is copied

@@ -1,0 +1,26 @@
+"""The cost model: time of computation and of collectives on a described cluster, from shapes alone.
+
+Everything here is arithmetic on its arguments, so that all ranks decide alike. Only :mod:`.compute`, which reads
+graphs, and :mod:`.calibrate`, which measures, need PyTorch; import them by name.
+"""
+
+from vescale_compile.cost.calibration import Calibration
+from vescale_compile.cost.cluster import PRESETS, Cluster, Link, MeasuredCollective, gpu_cluster, wire_cluster
+from vescale_compile.cost.collectives import KINDS, CollectiveCost, collective_cost
+from vescale_compile.cost.devices import DEVICES, Device, device
+
+__all__ = [
+    "DEVICES",
+    "KINDS",
+    "PRESETS",
+    "Calibration",
+    "Cluster",
+    "CollectiveCost",
+    "Device",
+    "Link",
+    "MeasuredCollective",
+    "collective_cost",
+    "device",
+    "gpu_cluster",
+    "wire_cluster",
+]

@@ -1,0 +1,185 @@
+"""Measures the device and the collectives of this machine, for the cost model: only when it is asked to.
+
+    calibration = calibrate()                 # each rank alike, if there is a process group
+    calibration.save("this_machine.json")     # on one rank; later: Calibration.load("this_machine.json")
+
+It takes some seconds; other work on the machine falsifies it. Nothing in compilation calls it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vescale_compile.cost.calibration import Calibration
+from vescale_compile.cost.cluster import MeasuredCollective
+from vescale_compile.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from vescale_compile.cost.devices import Device
+
+# On a CPU small enough that some repetitions run without being interrupted.
+_MATRIX = {"cpu": 512, "cuda": 8192}  # rows and columns
+_COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}
+_COLLECTIVE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_REPEATS = 15
+_MOST_LOAD = 0.9
+
+
+def calibrate(
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Calibration:
+    """Measures matrix products, memory bandwidth and launches, and the collectives of ``group``.
+
+    With a process group every rank of it must call this, at the same time: all measure at once, and all get the
+    figures of the slowest. The group's own timeout bounds each wait.
+
+    Args:
+        device: "cpu" (with as many threads as PyTorch uses now) or "cuda" (the current device).
+        dtypes: of the matrix products.
+        group: whose collectives to measure; None: of the default group, or none if there is no process group.
+
+    Raises:
+        ValueError: another device, or no dtypes.
+    """
+    if device not in _MATRIX:
+        raise ValueError(f"calibrate: device is {device!r}; give 'cpu' or 'cuda'")
+    if not dtypes:
+        raise ValueError("calibrate: give at least one dtype")
+    distributed = dist.is_initialized()
+    ranks = dist.get_world_size(group) if distributed else 1
+    agree = _Slowest(device, group) if distributed else _itself
+    seconds = agree([_matrix_seconds(device, dtype) for dtype in dtypes] + [_copy_seconds(device), _launch(device)])
+    *products, copy, launch = seconds
+    work = 2 * _MATRIX[device] ** 3
+    measured = Device(
+        name=f"cpu with {torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name(),
+        peak_flops={_name(dtype): work / product for dtype, product in zip(dtypes, products, strict=True)},
+        memory_bandwidth=2 * _COPY_BYTES[device] / copy,
+        memory_bytes=None if device == "cpu" else torch.cuda.get_device_properties().total_memory,
+        compute_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+        launch_overhead=launch,
+    )
+    collectives = {}
+    if ranks > 1:
+        for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
+            collectives[kind] = _measure_collective(kind, device, group, ranks, agree)
+    return Calibration(measured, ranks, collectives)
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency (s) and bandwidth (bytes/s) of ``seconds = latency + size / bandwidth``.
+
+    Least squares of the relative errors, so that small sizes count as much as large ones; the latency is not
+    negative.
+    """
+    weights = [1 / each**2 for each in seconds]
+    total = sum(weights)
+    mean_size = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
+    mean = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
+    moment = sum(w * (x - mean_size) * (y - mean) for w, x, y in zip(weights, sizes, seconds, strict=True))
+    slope = moment / sum(w * (x - mean_size) ** 2 for w, x in zip(weights, sizes, strict=True))
+    latency = mean - slope * mean_size
+    if latency < 0 or slope <= 0:
+        latency, slope = 0.0, seconds[-1] / sizes[-1]
+    return latency, 1 / slope
+
+
+class _Slowest:
+    """The largest of each of some figures over the ranks of a group."""
+
+    def __init__(self, device: str, group: dist.ProcessGroup | None) -> None:
+        self.device, self.group = device, group
+
+    def __call__(self, seconds: list[float]) -> list[float]:
+        figures = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(figures, dist.ReduceOp.MAX, self.group)
+        return figures.tolist()
+
+
+def _itself(seconds: list[float]) -> list[float]:
+    return seconds
+
+
+def _matrix_seconds(device: str, dtype: torch.dtype) -> float:
+    size = _MATRIX[device]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return min(_times(lambda: torch.mm(a, b, out=out), device))
+
+
+def _copy_seconds(device: str) -> float:
+    source = torch.zeros(_COPY_BYTES[device], dtype=torch.uint8, device=device).view(torch.float32)
+    target = torch.zeros_like(source)
+    return min(_times(lambda: torch.mul(source, 2.0, out=target), device))
+
+
+def _launch(device: str) -> float:
+    """Seconds that a kernel on one element takes, of many launched one after another."""
+    one, count = torch.zeros(1, device=device), 200
+
+    def launches() -> None:
+        for _ in range(count):
+            one.add_(1.0)
+
+    return min(_times(launches, device)) / count
+
+
+def _times(run: Callable[[], Any], device: str) -> list[float]:
+    run()
+    times = []
+    for _ in range(_REPEATS):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _measure_collective(
+    kind: str,
+    device: str,
+    group: dist.ProcessGroup | None,
+    ranks: int,
+    agree: Callable[[list[float]], list[float]],
+) -> MeasuredCollective:
+    sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES]
+    seconds, cpu = [], []
+    for nbytes in sizes:
+        full = torch.zeros(nbytes // 4, device=device)
+        run = _collective(kind, full, full.new_zeros(full.numel() // ranks), group)
+        dist.barrier(group)
+        before = time.process_time(), time.perf_counter()
+        seconds.append(statistics.median(_times(run, device)))
+        wall = time.perf_counter() - before[1]
+        cpu.append((time.process_time() - before[0]) / wall)
+    seconds = agree(seconds)
+    latency, bandwidth = fit(sizes, seconds)
+    load = min(_MOST_LOAD, agree([cpu[-1]])[0] / torch.get_num_threads()) if device == "cpu" else 0.0
+    return MeasuredCollective(latency, bandwidth, load)
+
+
+def _collective(kind: str, full: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Any]:
+    if kind == ALL_GATHER:
+        return lambda: dist.all_gather_into_tensor(full, part, group)
+    if kind == REDUCE_SCATTER:
+        return lambda: dist.reduce_scatter_tensor(part, full, dist.ReduceOp.SUM, group)
+    return lambda: dist.all_reduce(full, dist.ReduceOp.SUM, group)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,125 @@
+"""Time of collectives: latency and bandwidth of each class of links (the alpha-beta model), ring, tree, two levels.
+
+A collective of ``nbytes`` is one whose unsharded buffer has that size: what all ranks gather, what each has to be
+reduced, or what each sends in an all-to-all. The algorithms are the usual ones (Thakur, Rabenseifner and Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005; Sanders, Speck and Träff, "Two-tree
+algorithms", 2009; NCCL's ring). Every one costs a latency that does not depend on the size plus a time in proportion
+to it, and the cheapest for the size is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vescale_compile.cost.cluster import Cluster
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
+KINDS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """What one collective costs.
+
+    Attributes:
+        algorithm: that was chosen: "ring", "two-level", "tree", "pairwise", or "measured".
+        latency: seconds, whatever it carries.
+        wire_time: seconds in proportion to its bytes.
+        load: share of the compute device that it takes while it runs.
+    """
+
+    algorithm: str
+    latency: float
+    wire_time: float
+    load: float
+
+    @property
+    def seconds(self) -> float:
+        """Its whole time, with the links to itself."""
+        return self.latency + self.wire_time
+
+
+def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
+    """Time of a collective over all ranks of a cluster.
+
+    Args:
+        cluster: where it runs.
+        kind: one of ``KINDS``.
+        nbytes: of the unsharded buffer.
+
+    Raises:
+        ValueError: an unknown kind, or a negative size.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no collective {kind!r}; there are {', '.join(KINDS)}")
+    if nbytes < 0:
+        raise ValueError(f"{kind} of {nbytes} bytes: a size must not be negative")
+    if cluster.ranks == 1:
+        return CollectiveCost("ring", 0.0, 0.0, 0.0)
+    if measured := cluster.measured.get(kind):
+        return CollectiveCost("measured", measured.latency, nbytes / measured.bandwidth, measured.load)
+    if kind == REDUCE_SCATTER and cluster.reduce_scatter_is_all_reduce:
+        kind = ALL_REDUCE
+    candidates = [algorithm(cluster, kind, nbytes) for algorithm in _ALGORITHMS[kind]]
+    return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
+
+
+def _cost(cluster: Cluster, algorithm: str, steps: tuple[float, float], wire_time: float) -> CollectiveCost:
+    within, between = steps
+    latency = cluster.start + within * cluster.within.latency + between * cluster.between.latency
+    used = [cluster.within] * (cluster.local_ranks > 1) + [cluster.between] * (cluster.nodes > 1)
+    return CollectiveCost(algorithm, latency, wire_time, max(link.load for link in used))
+
+
+def _ring(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
+    """One ring through all ranks for each adapter of a node; each rank passes on all but its own part.
+
+    An all-reduce is a reduce-scatter and an all-gather. The two classes of links work at the same time.
+    """
+    rounds = 2 if kind == ALL_REDUCE else 1
+    between = cluster.nodes - 1
+    within = cluster.ranks - 1 - between
+    sent = rounds * nbytes * (cluster.ranks - 1) / cluster.ranks
+    wire_time = max(
+        cluster.within.seconds(sent) if cluster.local_ranks > 1 else 0.0,
+        cluster.between.seconds(sent / cluster.local_ranks) if cluster.nodes > 1 else 0.0,
+    )
+    return _cost(cluster, "ring", (rounds * within, rounds * between), wire_time)
+
+
+def _two_level(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
+    """A ring in each node and a ring over the nodes for each local rank, one after the other."""
+    rounds = 2 if kind == ALL_REDUCE else 1
+    local, nodes = cluster.local_ranks, cluster.nodes
+    wire_time = cluster.within.seconds(rounds * nbytes * (local - 1) / local)
+    wire_time += cluster.between.seconds(rounds * nbytes / local * (nodes - 1) / nodes)
+    return _cost(cluster, "two-level", (rounds * (local - 1), rounds * (nodes - 1)), wire_time)
+
+
+def _tree(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
+    """Two binary trees over the nodes, each with half of the data, and a chain in each node; up, then down."""
+    local, nodes = cluster.local_ranks, cluster.nodes
+    wire_time = max(
+        cluster.within.seconds(2 * nbytes) if local > 1 else 0.0,
+        cluster.between.seconds(2 * nbytes / local) if nodes > 1 else 0.0,
+    )
+    return _cost(cluster, "tree", (2 * (local - 1), 2 * math.ceil(math.log2(nodes))), wire_time)
+
+
+def _pairwise(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
+    """Each rank sends each other rank its part; the two classes of links work at the same time."""
+    local, ranks = cluster.local_ranks, cluster.ranks
+    wire_time = max(
+        cluster.within.seconds(nbytes * (local - 1) / ranks), cluster.between.seconds(nbytes * (ranks - local) / ranks)
+    )
+    return _cost(cluster, "pairwise", (local - 1, cluster.nodes - 1), wire_time)
+
+
+_ALGORITHMS: dict[str, tuple[Callable[[Cluster, str, float], CollectiveCost], ...]] = {
+    ALL_GATHER: (_ring, _two_level),
+    REDUCE_SCATTER: (_ring, _two_level),
+    ALL_REDUCE: (_ring, _two_level, _tree),
+    ALL_TO_ALL: (_pairwise,),
+}

@@ -1,0 +1,221 @@
+"""Time of the nodes of an aten graph, from the shapes of their fake tensors alone.
+
+A kernel takes the larger of its arithmetic and its memory traffic (roofline). Arithmetic is that of matrix
+products, convolutions and attention, by the formulas registered with :mod:`torch.utils.flop_counter`, where other
+packages' operators can be registered too. Everything else is bound by memory.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils.flop_counter import FlopCounterMode
+
+from vescale_compile.cost.devices import Device
+
+_aten = torch.ops.aten
+
+# Operators whose result is a view although they are not declared so.
+_VIEWS = frozenset({_aten._unsafe_view.default, _aten.lift_fresh.default})
+
+# Operators that read of their first argument only what they return.
+_LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
+
+# Operators without a formula of their own, and the one whose formula holds for them.
+_LIKE = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+    _aten.addmm_: _aten.addmm,
+    _aten.baddbmm_: _aten.baddbmm,
+}
+
+# Operators, besides those tagged as pointwise, for which Inductor generates kernels.
+_COPIES = {"convert_element_type", "_to_copy", "clone", "copy", "copy_", "cat", "constant_pad_nd", "where"}
+_FILLS = {"arange", "iota", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor"}
+_REDUCTIONS = {"sum", "mean", "var_mean", "prod", "any", "max", "min", "amax", "amin", "argmax", "cumsum"}
+_SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
+_GENERATED = _COPIES | _FILLS | _REDUCTIONS | _SOFTMAX
+
+_COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd"})  # namespaces
+_UNIT_COMMUNICATION = ("all_gather", "reduce_scatter", "start_", "wait_")  # how their names in "vescale" begin
+
+
+def compute_seconds(nodes: Iterable[fx.Node], device: Device, *, fused: bool = True) -> dict[fx.Node, float]:
+    """Seconds that each node takes on a device.
+
+    Views, constants, inputs and outputs take none. Nor do collectives and waits, which are not computation.
+
+    Args:
+        nodes: of an aten graph with ``meta["val"]``, in topological order.
+        device: where they run.
+        fused: whether what passes between pointwise operators and reductions stays in registers, as Inductor has
+            it: then only what enters and leaves a group of them is memory traffic, and a group is launched once.
+
+    Raises:
+        ValueError: the device has no figure for the dtype of a matrix product; the message names the node.
+    """
+    nodes = list(nodes)
+    formulas: Mapping[Any, Callable[..., int]] = FlopCounterMode(display=False).flop_registry
+    return {node: _seconds(node, device, formulas, fused) for node in nodes}
+
+
+def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
+    """Floating-point operations of a node, a multiplication and an addition counted as two; 0 without a formula.
+
+    A causal attention does half of what its formula counts.
+    """
+    if not isinstance(node.target, OpOverload):
+        return 0
+    packet, args, kwargs = node.target.overloadpacket, _values(node.args), _values(node.kwargs)
+    if node.target.name() == "vescale::matmul_into":
+        out, a, *_ = args
+        return 2 * _hint(out.numel()) * _hint(a.shape[-1])
+    formula = formulas.get(_LIKE.get(packet, packet))
+    if formula is None:
+        return 0
+    count = _hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    return count // 2 if _argument(node, "is_causal") else count
+
+
+def _seconds(node: fx.Node, device: Device, formulas: Mapping[Any, Callable[..., int]], fused: bool) -> float:
+    if not _computes(node):
+        return 0.0
+    count = flops(node, formulas)
+    inside = fused and _fusible(node)
+    traffic = _bytes_read(node, inside) + _bytes_written(node, inside)
+    try:
+        seconds = device.seconds(count, traffic, _factor_dtype(node, device) if count else "")
+    except ValueError as error:
+        raise ValueError(f"{node.format_node()}: {error}") from error
+    joins = inside and any(_fusible(source) for source in _sources(node))
+    return seconds - device.launch_overhead if joins else seconds
+
+
+def _computes(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or _is_view(node):
+        return False
+    return not _communicates(node.target) and any(True for _ in _written(node))
+
+
+def _communicates(target: OpOverload) -> bool:
+    if target.namespace == "vescale":
+        return target.name().removeprefix("vescale::").startswith(_UNIT_COMMUNICATION)
+    return target.namespace in _COMMUNICATION
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in _VIEWS)
+
+
+def _fusible(node: fx.Node) -> bool:
+    """Whether Inductor computes the node in a kernel that it generates."""
+    if not isinstance(node.target, OpOverload) or not _computes(node):
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket.__name__ in _GENERATED
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes whose results a node reads, seen through views."""
+    for source in node.all_input_nodes:
+        if _is_view(source):
+            yield from _sources(source)
+        else:
+            yield source
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read a node's result, seen through views."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _bytes_read(node: fx.Node, inside: bool) -> int:
+    assert isinstance(node.target, OpOverload)
+    sources = list(node.all_input_nodes)
+    if node.target.overloadpacket in _LOOKUPS:
+        return _size(_written(node)) + sum(_size(_tensors(source.meta.get("val"))) for source in sources[1:])
+    if inside:
+        sources = [
+            source for source in sources if not all(map(_fusible, _sources(source) if _is_view(source) else [source]))
+        ]
+    if not node.target._schema.returns:
+        mutated = _mutated(node)
+        sources = [source for source in sources if source not in mutated]
+    return sum(_size(_tensors(source.meta.get("val"))) for source in sources)
+
+
+def _bytes_written(node: fx.Node, inside: bool) -> int:
+    if inside and node.users and all(map(_fusible, _readers(node))):
+        return 0
+    return _size(_written(node))
+
+
+def _written(node: fx.Node) -> Iterator[Tensor]:
+    """A node's results; of an operator that returns nothing, the arguments that it writes to."""
+    if isinstance(node.target, OpOverload) and not node.target._schema.returns:
+        for source in _mutated(node):
+            yield from _tensors(source.meta.get("val"))
+    yield from _tensors(node.meta.get("val"))
+
+
+def _mutated(node: fx.Node) -> list[fx.Node]:
+    assert isinstance(node.target, OpOverload)
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    return [arg for spec, arg in arguments if spec.alias_info and spec.alias_info.is_write and isinstance(arg, fx.Node)]
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors; what is expanded is counted once."""
+    total = 0
+    for tensor in tensors:
+        sizes = [_hint(size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if _hint(stride)]
+        total += math.prod(sizes) * tensor.element_size()
+    return total
+
+
+def _factor_dtype(node: fx.Node, device: Device) -> str:
+    """The device's name for the dtype that a matrix product is computed in."""
+    dtypes = [tensor.dtype for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val"))]
+    dtype = next(each for each in dtypes if each.is_floating_point)
+    name = str(dtype).removeprefix("torch.")
+    if name == "float32" and "tf32" in device.peak_flops and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "float8" if name.startswith("float8") else name
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The value of a node's argument, by its name in the schema; None where there is none."""
+    assert isinstance(node.target, OpOverload)
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = [argument.name for argument in node.target._schema.arguments]
+    place = names.index(name) if name in names else len(node.args)
+    return node.args[place] if place < len(node.args) else None
+
+
+def _values(args: Any) -> Any:
+    return fx.node.map_arg(args, lambda node: node.meta["val"])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _hint(size: Any) -> int:
+    """A size as it was when the graph was captured: reading it adds no guard."""
+    return size if isinstance(size, int) else int(size.node.hint)

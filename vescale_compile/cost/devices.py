@@ -1,0 +1,140 @@
+"""Compute devices: what they do in a second at most, and which share of it programs reach.
+
+Peaks are the vendors' published dense figures (without sparsity), per device. The efficiencies of the table are
+assumptions, typical of large matrix products and of long copies; ``calibrate`` measures them for a device at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """A compute device.
+
+    Attributes:
+        name: key of the table, or what a calibration calls it.
+        peak_flops: by dtype, FLOP/s of dense matrix products; a multiplication and an addition are two.
+        memory_bandwidth: bytes/s, reads and writes together.
+        memory_bytes: capacity; None where the machine decides.
+        compute_efficiency: share of ``peak_flops`` that large matrix products reach, in (0, 1].
+        bandwidth_efficiency: share of ``memory_bandwidth`` that pointwise kernels reach, in (0, 1].
+        launch_overhead: seconds that a kernel takes whatever it does.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    memory_bytes: int | None
+    compute_efficiency: float
+    bandwidth_efficiency: float
+    launch_overhead: float
+
+    def __post_init__(self) -> None:
+        positive = {"memory_bandwidth": self.memory_bandwidth, **self.peak_flops}
+        for what, value in positive.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"device {self.name!r}: {what} is {value}; it must be positive and finite")
+        for what in ("compute_efficiency", "bandwidth_efficiency"):
+            if not 0 < getattr(self, what) <= 1:
+                raise ValueError(f"device {self.name!r}: {what} is {getattr(self, what)}; it must be in (0, 1]")
+        if not 0 <= self.launch_overhead < math.inf:
+            raise ValueError(f"device {self.name!r}: launch_overhead is {self.launch_overhead} s; give 0 or more")
+
+    def seconds(self, flops: float, nbytes: float, dtype: str) -> float:
+        """Time of one kernel: the larger of its arithmetic and its memory traffic (roofline), and the overhead.
+
+        Args:
+            flops: of matrix products and convolutions; a kernel without them is bound by memory.
+            nbytes: read and written.
+            dtype: of the factors, such as "bfloat16".
+
+        Raises:
+            ValueError: the device has no figure for the dtype.
+        """
+        arithmetic = 0.0
+        if flops:
+            if dtype not in self.peak_flops:
+                raise ValueError(
+                    f"device {self.name!r} has no peak FLOP/s for {dtype}; it has {', '.join(sorted(self.peak_flops))}"
+                )
+            arithmetic = flops / (self.peak_flops[dtype] * self.compute_efficiency)
+        return max(arithmetic, nbytes / (self.memory_bandwidth * self.bandwidth_efficiency)) + self.launch_overhead
+
+
+def _gpu(name: str, flops: Mapping[str, float], bandwidth: float, gigabytes: int) -> Device:
+    return Device(name, flops, bandwidth, gigabytes * 10**9, 0.65, 0.85, 4e-6)
+
+
+_HOPPER = {
+    "float8": 1978.9e12,
+    "bfloat16": 989.4e12,
+    "float16": 989.4e12,
+    "tf32": 494.7e12,
+    "float32": 66.9e12,
+    "float64": 66.9e12,
+}
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        # NVIDIA A100 Tensor Core GPU datasheet, 80GB SXM.
+        _gpu(
+            "a100",
+            {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12, "float64": 19.5e12},
+            2.039e12,
+            80,
+        ),
+        # NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5.
+        _gpu("h100", _HOPPER, 3.35e12, 80),
+        # H800 SXM: an H100 with half the NVLink bandwidth; double precision is left out, it is cut down.
+        _gpu("h800", {dtype: peak for dtype, peak in _HOPPER.items() if dtype != "float64"}, 3.35e12, 80),
+        # NVIDIA H200 Tensor Core GPU datasheet, SXM.
+        _gpu("h200", _HOPPER, 4.8e12, 141),
+        # NVIDIA HGX B200 datasheet, an eighth of the system, dense.
+        _gpu(
+            "b200",
+            {
+                "float8": 4500e12,
+                "bfloat16": 2250e12,
+                "float16": 2250e12,
+                "tf32": 1100e12,
+                "float32": 80e12,
+                "float64": 40e12,
+            },
+            8.0e12,
+            180,
+        ),
+        # AMD Instinct MI300X datasheet; matrix cores.
+        _gpu(
+            "mi300x",
+            {
+                "float8": 2614.9e12,
+                "bfloat16": 1307.4e12,
+                "float16": 1307.4e12,
+                "tf32": 653.7e12,
+                "float32": 163.4e12,
+                "float64": 163.4e12,
+            },
+            5.3e12,
+            192,
+        ),
+    )
+}
+
+
+def device(name: str) -> Device:
+    """One of ``DEVICES``.
+
+    Raises:
+        ValueError: it is not in the table.
+    """
+    if name not in DEVICES:
+        raise ValueError(
+            f"no device {name!r} in the table; it has {', '.join(DEVICES)}. "
+            "For another one, write a calibration with vescale_compile.cost.calibrate and load that"
+        )
+    return DEVICES[name]

@@ -1,0 +1,66 @@
+"""Which cluster the compiler predicts for: the one that the user names, or what this machine seems to be."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from .cost import PRESETS, Calibration, Cluster, Device, Link
+
+_log = logging.getLogger(__name__)
+
+# One thread of a server's core, and a network between processes of one machine: round figures, which only have to be
+# the same on every rank. A calibration has better ones.
+_CPU = Device("cpu", {"float32": 60e9, "bfloat16": 30e9, "float64": 30e9}, 8e9, None, 1.0, 1.0, 10e-6)
+_LOOPBACK = Link("loopback", 2e9, 200e-6, load=0.3)
+_UNKNOWN_GPU = "h100"
+
+
+def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) -> Cluster:
+    """The cluster that schedules are made for.
+
+    Args:
+        wanted: a :class:`Cluster`, the name of a preset, the path of a calibration file, or None for a guess from
+            ``device``.
+        device: of the parameters.
+        ranks: that shard them.
+
+    Raises:
+        ValueError: no such preset and no such file, or a file that is no calibration.
+    """
+    if isinstance(wanted, Cluster):
+        return replace(wanted, ranks=ranks)
+    if wanted is None:
+        return _guess(device, ranks)
+    if wanted in PRESETS:
+        return PRESETS[wanted](ranks)
+    if not Path(wanted).is_file():
+        raise ValueError(
+            f"vescale option cluster={wanted!r}: it is neither a preset ({', '.join(PRESETS)}) nor a calibration file"
+        )
+    measured = Calibration.load(wanted)
+    return Cluster(measured.device, ranks, ranks, _LOOPBACK, _LOOPBACK, measured=measured.collectives)
+
+
+def _guess(device: torch.device, ranks: int) -> Cluster:
+    if device.type != "cuda":
+        return Cluster(_CPU, ranks, ranks, _LOOPBACK, _LOOPBACK)
+    name = torch.cuda.get_device_name(device).lower()
+    known = next((preset for preset in PRESETS if preset in name), None)
+    if known is None:
+        _warn_unknown(name)
+    return PRESETS[known or _UNKNOWN_GPU](ranks)
+
+
+@functools.cache
+def _warn_unknown(name: str) -> None:
+    _log.warning(
+        "backend='vescale' has no figures for a %r: it schedules as for %s. Give options={'cluster': ...}, a preset or "
+        "the file of a calibration (vescale_compile.cost.calibrate).",
+        name,
+        _UNKNOWN_GPU,
+    )

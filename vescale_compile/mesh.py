@@ -1,0 +1,74 @@
+"""The device mesh that ``fully_shard`` is given: which of its dimensions shards, and which replicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """A 1-D mesh that shards; or a 2-D mesh, dimension 0 of which replicates and dimension 1 shards.
+
+    The meaning of dimensions is that of ``torch.distributed.fsdp.fully_shard`` (hybrid sharding, HSDP).
+
+    Attributes:
+        whole: all ranks, over which gradients are averaged.
+        shard: 1-D: the ranks that hold one copy of the parameters between them; parameters are DTensors over it.
+    """
+
+    whole: DeviceMesh
+    shard: DeviceMesh
+
+    @property
+    def where(self) -> str:
+        """How messages begin."""
+        return f"[rank {self.whole.get_rank()}] "
+
+
+def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParallelMesh:
+    """Reads ``fully_shard(module, mesh=mesh)``: None means all ranks, on the device that the parameters are on.
+
+    Raises:
+        RuntimeError: there is no process group.
+        TypeError: not a mesh.
+        ValueError: a mesh of three or more dimensions, of two without names, or without this rank.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard: no process group. Call torch.distributed.init_process_group first (under torchrun, or "
+            "with rank and world_size)."
+        )
+    if mesh is None:
+        mesh = init_device_mesh(_device_type(module), (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: mesh is {type(mesh).__name__}; give a DeviceMesh")
+    where = f"[rank {dist.get_rank()}] fully_shard: the mesh {mesh} "
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"{where}has {mesh.ndim} dimensions; give a 1-D mesh to shard over, such as mesh['shard'], or a 2-D mesh "
+            "whose first dimension replicates and whose second shards, such as mesh['replicate', 'shard']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{where}does not have this rank; call fully_shard on the ranks of the mesh alone")
+    if mesh.ndim == 1:
+        return DataParallelMesh(mesh, mesh)
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"{where}has two dimensions without names; name them, as in "
+            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+        )
+    return DataParallelMesh(mesh, mesh[names[1]])
+
+
+def _device_type(module: nn.Module) -> str:
+    devices = {param.device.type for param in module.parameters()} - {"meta"}
+    if devices:
+        return devices.pop()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"

@@ -1,0 +1,58 @@
+"""How the tensors of an optimizer's state lie: made and checked by one description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ragged.dtensor import RaggedDTensor
+from ..ragged.placement import RaggedShard
+from .units import describe, rank_prefix
+
+
+class Layout(NamedTuple):
+    """A global shape, and on the parameter's mesh a placement, None for a tensor that is not sharded."""
+
+    shape: tuple[int, ...]
+    placement: RaggedShard | None
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Of a tensor as it is."""
+    return Layout(tuple(tensor.shape), tensor.placement if isinstance(tensor, RaggedDTensor) else None)
+
+
+def new_state(param: Tensor, layouts: Mapping[str, Layout | None]) -> dict[str, Tensor]:
+    """A parameter's state before its first step: zeros; where there is no layout, a step counter as torch.optim's."""
+    return {key: torch.tensor(0.0) if layout is None else _zeros(param, layout) for key, layout in layouts.items()}
+
+
+def check_state(optimizer: str, param: Tensor, state: Mapping[str, Any], layouts: Mapping[str, Layout | None]) -> None:
+    """ValueError unless a parameter's loaded state, if there is one, has tensors of these layouts and no others."""
+    where = f"{rank_prefix(param)}{optimizer}: the state of {describe(param)} "
+    if state and state.keys() != layouts.keys():
+        raise ValueError(f"{where}holds {sorted(state)}, and needs {sorted(layouts)}; it is another algorithm's")
+    for key, value in state.items():
+        layout = layouts[key]
+        if layout is not None and layout_of(value) != layout:
+            raise ValueError(
+                f"{where}has a {key} of {_text(layout_of(value))}, where {_text(layout)} is needed. States of another "
+                "number of ranks or another granularity are loaded through torch.distributed.checkpoint, which cuts "
+                "them anew; other blocks need a new state."
+            )
+
+
+def _zeros(param: Tensor, layout: Layout) -> Tensor:
+    if not isinstance(param, RaggedDTensor) or layout.placement is None:
+        return param.new_zeros(layout.shape)
+    mesh = param.device_mesh
+    start, stop = layout.placement.intervals(layout.shape)[mesh.get_local_rank()]
+    local = param.to_local().new_zeros(stop - start)
+    return RaggedDTensor.from_local(local, mesh, [layout.placement], shape=layout.shape)
+
+
+def _text(layout: Layout) -> str:
+    return f"shape {layout.shape}" + (f" placed by {layout.placement}" if layout.placement is not None else "")

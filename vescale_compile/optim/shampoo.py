@@ -1,0 +1,200 @@
+"""Shampoo for hidden matrices and AdamW for the rest, in blocks that no shard cuts: a step communicates nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ..planner.spec import Granularity
+from ..ragged.dtensor import RaggedDTensor
+from ..ragged.placement import RaggedShard
+from .hidden import is_hidden_matrix
+from .layouts import Layout, layout_of
+from .matrix_optimizer import MatrixOptimizer, Members, local_grad, members_of
+from .shampoo_blocks import BlockGrid, blocks_by_rank
+from .shampoo_step import BlockedShard, step_blocks
+from .units import describe, local_elements, rank_prefix
+
+_BLOCK = 1024
+
+
+class Shampoo(MatrixOptimizer):
+    r"""Blocked Shampoo for hidden matrices, AdamW for all other parameters, sharded or not.
+
+    For each block G of at most ``block`` rows and columns of a matrix's gradient, with averages M of gradients and V of
+    their squares, all corrected for their start at zero (Gupta et al., arXiv 1802.09568; Anil et al., arXiv 2002.09018;
+    blocks and grafting as in distributed Shampoo, arXiv 2309.06497)::
+
+        L <- beta2 L + (1 - beta2) G G^T        R <- beta2 R + (1 - beta2) G^T G
+        P = (L + ridge |L| I)^(-1/4)  M  (R + ridge |R| I)^(-1/4)       |.| the largest eigenvalue
+        W <- (1 - lr weight_decay) W - lr P |M / (sqrt(V) + eps)|_F / |P|_F
+
+    A block is whole on the rank that holds it, if the model was sharded with ``granularity=Shampoo.granularity``. So a
+    step computes every block on one rank and communicates only a small all-reduce at its start, which compares the
+    ranks' gradients. Inverse roots are computed by eigendecomposition every ``frequency`` steps, but not of all blocks
+    in the same one: ranks and steps get equal shares. Until its first roots a block steps as grafting alone says
+    (``"adam"``: as AdamW). Given the same gradients, weights are equal bit for bit on any number of ranks.
+
+    Groups are as those of :class:`~vescale_compile.optim.muon.Muon`, with ``"shampoo"`` for its ``"muon"``.
+
+    Memory for a matrix of b blocks of r x c elements: 2 b (r^2 + c^2) elements for factors and their roots, and twice
+    the matrix for averages.
+
+    Args:
+        params: parameters, named parameters, or groups of either; float32 or float64. Sharded ones are on one mesh.
+        lr, weight_decay: the decay is decoupled. ``lr`` may be a tensor of one element.
+        betas: of the average of gradients, and of the averages of squares and of factors.
+        eps: added to the root of the average of squares.
+        ridge: damping of a factor, relative to its largest eigenvalue. Factors in float32 say little of eigenvalues
+            below it: steps stay within 5e-4 of float64's with 1e-5, and 5e-3 with 1e-6 (measured, in units of ``lr``,
+            with gradients of lower rank than blocks).
+        frequency: steps between two computations of a block's inverse roots.
+        grafting: the length of a block's step: ``"adam"``'s as above, ``"sgd"`` for that of M, None for that of P.
+        block: rows and columns of a block.
+        compile: one Inductor kernel and two products for each shape of blocks. Compiled and eager steps may differ in
+            the last bits.
+        adamw_lr, adamw_weight_decay, adamw_betas, adamw_eps, foreach: of AdamW groups, as in
+            :class:`~vescale_compile.optim.muon.Muon`.
+
+    Raises:
+        ValueError: no matrix at all, a parameter or an option that an algorithm can't take, sharded parameters on
+            several meshes, or a shard that cuts a block. :meth:`step` also raises
+            :class:`~vescale_compile.optim.gradients.UnusableGradients`, and
+            :class:`~vescale_compile.optim.inverse_root.NoInverseRoot` where factors of finite gradients overflow.
+    """
+
+    algorithm = "shampoo"
+    whole_options = frozenset({"block", "compile"})
+    agreed_options = ("frequency",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        ridge: float = 1e-5,
+        frequency: int = 10,
+        grafting: str | None = "adam",
+        block: int = _BLOCK,
+        compile: bool = True,
+        adamw_lr: float | Tensor | None = None,
+        adamw_weight_decay: float | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        foreach: bool | None = None,
+    ) -> None:
+        if isinstance(block, bool) or not isinstance(block, int) or block < 2:
+            raise ValueError(f"Shampoo: block is {block!r}; it must be an int of at least 2")
+        if not isinstance(compile, bool):
+            raise TypeError(f"Shampoo: compile is {compile!r}; give True or False")
+        options = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "ridge": ridge,
+            "frequency": frequency,
+            "grafting": grafting,
+            "block": block,
+            "compile": compile,
+        }
+        super().__init__(
+            params,
+            options,
+            adamw_lr=adamw_lr,
+            adamw_weight_decay=adamw_weight_decay,
+            adamw_betas=adamw_betas,
+            adamw_eps=adamw_eps,
+            foreach=foreach,
+        )
+
+    @staticmethod
+    def granularity(name: str, param: Tensor) -> Granularity | None:
+        """For ``fully_shard(granularity=...)``: hidden matrices are cut between blocks of the default size."""
+        return _granularity(_BLOCK, name, param)
+
+    @staticmethod
+    def granularity_for(*, block: int) -> Callable[[str, Tensor], Granularity | None]:
+        """:meth:`granularity` for blocks of another size, that of the optimizer's ``block``."""
+        return functools.partial(_granularity, block)
+
+    def _wrong_options(self, group: dict[str, Any]) -> list[str]:
+        frequency, wrong = group["frequency"], []
+        if not group["ridge"] >= 0:
+            wrong.append(f"ridge is {group['ridge']}; it must be at least 0")
+        if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
+            wrong.append(f"frequency is {frequency!r}; it must be an int of at least 1")
+        if group["grafting"] not in (None, "adam", "sgd"):
+            wrong.append(f"grafting is {group['grafting']!r}; give 'adam', 'sgd' or None")
+        return wrong
+
+    def _check_matrix(self, name: str | None, param: Tensor) -> None:
+        if param.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{rank_prefix(param)}Shampoo: {describe(param, name)} is {param.dtype}; factors need float32. Keep "
+                "parameters in float32, and give fully_shard a MixedPrecisionPolicy"
+            )
+        blocks_by_rank(param, self._grid(param), name)
+
+    def _grid(self, param: Tensor) -> BlockGrid:
+        return BlockGrid(tuple(param.shape), self.defaults["block"])
+
+    def _layouts(self, param: Tensor) -> dict[str, Layout | None]:
+        grid = self._grid(param)
+        counts = [len(blocks) for blocks in blocks_by_rank(param, grid)]
+        placement = RaggedShard((0,), counts) if isinstance(param, RaggedDTensor) else None
+        left, right = (Layout((grid.count, size, size), placement) for size in grid.largest)
+        return {
+            "step": None,
+            "exp_avg": layout_of(param),
+            "exp_avg_sq": layout_of(param),
+            "left": left,
+            "right": right,
+            "left_root": left,
+            "right_root": right,
+        }
+
+    def _begin(self, ready: Members) -> Callable[[], None]:
+        return functools.partial(self._step_matrices, {param for param, _ in ready})
+
+    def _step_matrices(self, ready: set[Tensor]) -> None:
+        before = 0  # blocks of the parameters that come first, with a gradient or without
+        for _, param, group in members_of(self.param_groups):
+            if group["algorithm"] != self.algorithm:
+                continue
+            if param in ready:
+                self._step_matrix(param, group, before)
+            before += self._grid(param).count
+
+    def _step_matrix(self, param: Tensor, group: dict[str, Any], before: int) -> None:
+        grid, state = self._grid(param), self.state_of(param, group)
+        state["step"] += 1
+        mine = param.device_mesh.get_local_rank() if isinstance(param, RaggedDTensor) else 0
+        blocks = blocks_by_rank(param, grid)[mine]
+        left, right = grid.largest
+        columns = param.shape[-1]
+        shard = BlockedShard(
+            param=local_elements(param).view(-1, columns),
+            grad=local_grad(param).view(-1, columns),
+            exp_avg=local_elements(state["exp_avg"]).view(-1, columns),
+            exp_avg_sq=local_elements(state["exp_avg_sq"]).view(-1, columns),
+            left=local_elements(state["left"]).view(-1, left, left),
+            right=local_elements(state["right"]).view(-1, right, right),
+            left_root=local_elements(state["left_root"]).view(-1, left, left),
+            right_root=local_elements(state["right_root"]).view(-1, right, right),
+            blocks=blocks,
+            first_due=[1 + (before + block.index) % group["frequency"] for block in blocks],
+        )
+        step_blocks(shard, int(state["step"]), group, compiled=self.defaults["compile"])
+
+
+def _granularity(block: int, name: str, param: Tensor) -> Granularity | None:
+    return BlockGrid(tuple(param.shape), block).granularity if is_hidden_matrix(name, param) else None

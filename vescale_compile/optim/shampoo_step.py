@@ -1,0 +1,146 @@
+"""One step of Shampoo on the blocks of one parameter that this rank holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .inverse_root import inverse_root
+from .matrix_optimizer import scalar_lr
+from .shampoo_blocks import Block
+
+_ROOT = 4  # of each of a matrix's two factors: twice the order (Gupta et al., arXiv 1802.09568)
+_ALIGNED = 64  # bytes, as fresh memory is
+_MOST_SHAPES = 256  # of blocks in one process; far more than a model has
+
+
+@dataclass(frozen=True)
+class BlockedShard:
+    """This rank's rows of one parameter.
+
+    Attributes:
+        param, grad, exp_avg, exp_avg_sq: [rows, n].
+        left, right: [blocks, r, r] and [blocks, c, c], the factors' running averages; of a smaller block the first
+            rows and columns.
+        left_root, right_root: their inverse roots, alike.
+        blocks: what lies in them, in order.
+        first_due: of each block, the step in which its roots are computed first.
+    """
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    left: Tensor
+    right: Tensor
+    left_root: Tensor
+    right_root: Tensor
+    blocks: Sequence[Block]
+    first_due: Sequence[int]
+
+
+def step_blocks(shard: BlockedShard, step: int, options: Mapping[str, Any], *, compiled: bool) -> None:
+    """Updates averages, factors, the roots that are due, and the parameter.
+
+    One block at a time, and its operands in aligned memory: a product's bits may depend on the size of a batch and on
+    alignment, and so on how many ranks there are.
+
+    Args:
+        step: counted from 1.
+
+    Raises:
+        NoInverseRoot: a factor has none.
+    """
+    beta1, beta2 = options["betas"]
+    corrections = [torch.tensor(1 - beta**step, dtype=shard.param.dtype) for beta in (beta1, beta2)]
+    for i, block in enumerate(shard.blocks):
+        grad, average, square = (_of(tensor, block) for tensor in (shard.grad, shard.exp_avg, shard.exp_avg_sq))
+        average.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        _update_factors(shard, i, step, options)
+        roots = None
+        if step >= shard.first_due[i]:
+            left, right = shard.left_root[i], shard.right_root[i]
+            roots = _aligned(left[: block.rows, : block.rows]), _aligned(right[: block.columns, : block.columns])
+        update = (_run_compiled if compiled else preconditioned)(
+            _copy(average), _copy(square), roots, *corrections, eps=options["eps"], grafting=options["grafting"]
+        )
+        param, lr = _of(shard.param, block), scalar_lr(options)
+        param.mul_(1 - lr * options["weight_decay"])
+        param.sub_(update * lr)
+
+
+def preconditioned(
+    average: Tensor,
+    square: Tensor,
+    roots: tuple[Tensor, Tensor] | None,
+    correction1: Tensor,
+    correction2: Tensor,
+    *,
+    eps: float,
+    grafting: str | None,
+) -> Tensor:
+    """The direction of a block's step, [r, c].
+
+    Args:
+        average, square: [r, c], running averages of gradients and of their squares.
+        roots: [r, r] and [c, c]; None for the direction that grafting alone takes.
+        correction1, correction2: 0-dim, what the averages are divided by.
+        eps: added to the root of the squares.
+        grafting: the step's norm is that of Adam's (``"adam"``) or of the gradient's average (``"sgd"``); None leaves
+            it as the preconditioner makes it (Anil et al., arXiv 2002.09018).
+    """
+    average = average / correction1
+    grafted = average / ((square / correction2).sqrt() + eps) if grafting == "adam" else average
+    if roots is None:
+        return grafted
+    update = roots[0] @ average @ roots[1]
+    if grafting is None:
+        return update
+    tiny = torch.finfo(update.dtype).tiny
+    return update * (grafted.norm() / update.norm().clamp(min=tiny))
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(preconditioned, fullgraph=True, dynamic=False)
+
+
+def _run_compiled(*args: Any, **options: Any) -> Tensor:
+    with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES):
+        return _compiled()(*args, **options)
+
+
+def _update_factors(shard: BlockedShard, i: int, step: int, options: Mapping[str, Any]) -> None:
+    """Takes a block's gradient into its factors, and computes their inverse roots if it is time."""
+    beta2, frequency, first = options["betas"][1], options["frequency"], shard.first_due[i]
+    due = step >= first and (step - first) % frequency == 0
+    grad = _copy(_of(shard.grad, shard.blocks[i]))
+    for product, factors, roots in (
+        (grad @ grad.T, shard.left, shard.left_root),
+        (grad.T @ grad, shard.right, shard.right_root),
+    ):
+        n = product.shape[0]
+        factor = factors[i, :n, :n]
+        factor.lerp_(product, 1 - beta2)
+        if due:
+            roots[i, :n, :n] = inverse_root(factor / (1 - beta2**step), _ROOT, options["ridge"])
+
+
+def _of(tensor: Tensor, block: Block) -> Tensor:
+    return tensor[block.row : block.row + block.rows, block.column : block.column + block.columns]
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNED == 0:
+        return tensor
+    return _copy(tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,30 @@
+"""What an optimizer asks of a parameter: its name, its rank, the elements that this rank holds."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..ragged.dtensor import RaggedDTensor
+from ..runtime.boundary import binding_of
+
+
+def describe(param: Tensor, name: str | None = None) -> str:
+    """A parameter in a message: by its name in the sharded module, else by ``name``, else by its shape alone."""
+    binding = binding_of(param)
+    if binding is not None:
+        name = binding.buffer.slots[binding.slot].name
+    shape = f"of shape {tuple(param.shape)}"
+    return f"a parameter {shape}" if name is None else f"parameter {name!r} {shape}"
+
+
+def rank_prefix(param: Tensor) -> str:
+    """``"[rank r] "`` for a parameter that lies on several ranks, else nothing."""
+    return f"[rank {param.device_mesh.get_rank()}] " if isinstance(param, DTensor) else ""
+
+
+def local_elements(tensor: Tensor) -> Tensor:
+    """This rank's elements of a sharded or a contiguous plain tensor: [numel], aliased, without autograd."""
+    if isinstance(tensor, RaggedDTensor):
+        return tensor._local_tensor.detach()
+    return tensor.detach().view(-1)

@@ -1,0 +1,165 @@
+"""What is known of a compiled model before its first step, as data and as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .capture import Capture
+from .passes.context import GraphError, Part
+from .passes.summary import Direction, Kind, Summary
+from .runtime.pool import pooled_bytes
+
+_MOVED = (Kind.CAST, Kind.COPY, Kind.CONCATENATION)
+_COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """A unit's buffer as one graph sees it; bytes on this rank."""
+
+    name: str
+    parameters: int  # that the graph reads
+    shard_bytes: int
+    gathered_bytes: int
+    reshard_after_forward: bool
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One captured graph, compiled.
+
+    Attributes:
+        lowering: what runs it.
+        units: in the order in which the graph first needs them.
+        parts: its final graphs: forward and backward, or an inference graph alone.
+        slot_bytes: of all slots together; a slot of the forward is one of the backward's too.
+    """
+
+    rank: int
+    lowering: str
+    units: tuple[UnitReport, ...]
+    parts: dict[Part, Summary]
+    slot_bytes: int
+
+    @staticmethod
+    def of(captured: Capture) -> GraphReport:
+        context = captured.context
+        units = (
+            UnitReport(
+                unit.name,
+                len(unit.views),
+                unit.shard.numel() * unit.shard.itemsize,
+                unit.shard.numel() * unit.comm.world_size * unit.comm.param_dtype.itemsize,
+                unit.reshard_after_forward,
+            )
+            for unit in context.units
+        )
+        slot_bytes = pooled_bytes(context.slots.values())
+        return GraphReport(context.rank, context.lowering.value, tuple(units), dict(context.summaries), slot_bytes)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of the parameters; their gradients and optimizer states come on top."""
+        return sum(unit.shard_bytes for unit in self.units)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The fullest moment of a step, in bytes on this rank, without optimizer states."""
+        return self.shard_bytes + self.slot_bytes + max(part.peak.nbytes for part in self.parts.values())
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+@dataclass(frozen=True)
+class Report:
+    """All graphs of a model that one call compiled, in the order in which they were."""
+
+    graphs: tuple[GraphReport, ...]
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "no graph reads sharded parameters: call fully_shard on the model first"
+        parts = [f"graph {i} of {len(self.graphs)}\n{graph}" for i, graph in enumerate(self.graphs)]
+        return "\n\n".join(parts)
+
+
+def check_budget(graph: GraphReport, budget: int | None) -> None:
+    """Raises GraphError if the plan needs more than the memory budget: slots hold a whole unit, however little of
+    the time it takes."""
+    if budget is not None and graph.peak_bytes > budget:
+        raise GraphError(
+            f"[rank {graph.rank}] memory_budget is {_size(budget)}, but a step takes {_size(graph.peak_bytes)} with "
+            f"its slots ({_size(graph.slot_bytes)}) and shards ({_size(graph.shard_bytes)}). Give at least that, or "
+            "make units smaller"
+        )
+
+
+def _lines(graph: GraphReport) -> Iterator[str]:
+    yield f"rank {graph.rank}, {graph.lowering} lowering, {len(graph.units)} units"
+    yield from _table(
+        ("unit", "parameters", "shard", "gathered", "after forward"),
+        [
+            (
+                unit.name,
+                str(unit.parameters),
+                _size(unit.shard_bytes),
+                _size(unit.gathered_bytes),
+                "resharded" if unit.reshard_after_forward else "kept",
+            )
+            for unit in graph.units
+        ],
+    )
+    for part, summary in graph.parts.items():
+        yield ""
+        yield from _part_lines(part, summary)
+    yield ""
+    fullest = max(graph.parts.values(), key=lambda summary: summary.peak.nbytes).peak
+    yield f"memory at most {_size(graph.peak_bytes)} a rank, and the optimizer's states"
+    yield f"  shards            {_size(graph.shard_bytes):>10}"
+    yield f"  slots             {_size(graph.slot_bytes):>10}"
+    yield f"  kept parameters   {_size(fullest.parameters):>10}"
+    yield f"  gradients         {_size(fullest.gradients):>10}"
+    yield f"  activations       {_size(fullest.activations):>10}   (fullest at {fullest.node})"
+
+
+def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
+    counts = Counter(entry.kind for entry in summary.entries)
+    collectives = " and ".join(
+        f"{counts[kind]} {kind.value}s of {_size(summary.nbytes(kind))}" for kind in _COLLECTIVES if counts[kind]
+    )
+    yield f"{part.value}: {summary.nodes} nodes, {collectives or 'no collectives'}"
+    for event in summary.schedule:
+        yield f"  {event}"
+    for number, slot in enumerate(summary.slots):
+        yield f"  slot {number}, {_size(slot.nbytes)} {slot.dtype.removeprefix('torch.')}"
+        for tenant in slot.tenants:
+            yield f"    nodes {tenant.first:>5} to {tenant.last:>5}  {_size(tenant.nbytes):>10}  {tenant.what}"
+    moved = [entry for entry in summary.entries if entry.kind in _MOVED]
+    if not moved:
+        yield "  nothing is copied or cast"
+    for entry in moved:
+        way = "before" if entry.direction is Direction.REDUCE else "after"
+        yield f"  {entry.kind.value} of {_size(entry.nbytes)}, {entry.unit}, {way} its collective: {entry.why}"
+
+
+def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    for row in [heading, *rows]:
+        cells = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells)
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in the unit that people read: powers of 1000."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

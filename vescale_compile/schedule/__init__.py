@@ -1,0 +1,36 @@
+"""Static schedules of communication beside computation, within a memory budget.
+
+Pure Python, on plain data: a :class:`TaskGraph` goes in, a :class:`Schedule` comes out, and :func:`simulate` says
+what it does. Nothing here knows of PyTorch.
+"""
+
+from vescale_compile.schedule.bound import Bound, lower_bound
+from vescale_compile.schedule.budget import BudgetError, least_peak
+from vescale_compile.schedule.exhaustive import best_schedule
+from vescale_compile.schedule.graph import Compute, TaskGraph, Transfer
+from vescale_compile.schedule.machine import ScheduleError
+from vescale_compile.schedule.program import Launch, Placement, Run, Schedule, Wait
+from vescale_compile.schedule.search import Scheduled, find_schedule
+from vescale_compile.schedule.simulate import Timeline, TransferSpan, simulate
+
+__all__ = [
+    "Bound",
+    "BudgetError",
+    "Compute",
+    "Launch",
+    "Placement",
+    "Run",
+    "Schedule",
+    "ScheduleError",
+    "Scheduled",
+    "TaskGraph",
+    "Timeline",
+    "Transfer",
+    "TransferSpan",
+    "Wait",
+    "best_schedule",
+    "find_schedule",
+    "least_peak",
+    "lower_bound",
+    "simulate",
+]

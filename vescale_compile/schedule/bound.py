@@ -1,0 +1,141 @@
+"""What no schedule can beat: the lower bound max(compute, communication, critical path) on the makespan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from vescale_compile.schedule.graph import TaskGraph, Transfer
+from vescale_compile.schedule.jobs import make_jobs, synchronous
+from vescale_compile.schedule.lifetimes import Lifetimes
+
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds on the makespan of every schedule of a graph within a budget, seconds.
+
+    Attributes:
+        compute: all the computation, and what the transfers take of the compute device.
+        communication: all that the busiest wire must carry. Repeated transfers are left out as far as the budget
+            could at best allow it, and those that may share collectives pay one latency.
+        critical_path: the longest chain of what must follow one another: the transfers that a position needs, one
+            after another over their wire; the computation from there; and the transfers that can't be launched
+            before, because nothing has been written to send, or for want of room for what they bring.
+    """
+
+    compute: float
+    communication: float
+    critical_path: float
+
+    @property
+    def makespan(self) -> float:
+        """The largest of the three."""
+        return max(self.compute, self.communication, self.critical_path)
+
+
+def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
+    """Bounds the makespan of all schedules of ``graph`` whose peak memory is at most ``budget`` bytes."""
+    lifetimes = Lifetimes(graph)
+    least = synchronous(lifetimes, make_jobs(lifetimes, ()))[1]
+    room = [(_UNLIMITED if budget is None else budget) - nbytes for nbytes in least]
+    load = sum(transfer.load * transfer.wire_time for transfer in graph.transfers if transfer.repeats is None)
+    reached = _reached(graph)
+    communication, critical_path = 0.0, reached[-1]
+    for wire in dict.fromkeys(transfer.wire for transfer in graph.transfers):
+        carried = [transfer for transfer in graph.transfers if transfer.wire == wire]
+        communication = max(communication, _seconds(carried) - _most_saved(graph, carried, room))
+        critical_path = max(critical_path, _longest_tail(graph, carried, reached, room))
+    return Bound(graph.elapsed[-1] + load, communication, critical_path)
+
+
+def _seconds(transfers: Iterable[Transfer]) -> float:
+    """What transfers take of one wire at least: mergeable ones could all share one collective."""
+    total, shared = 0.0, defaultdict(list)
+    for transfer in transfers:
+        if transfer.merge is None:
+            total += transfer.duration
+        else:
+            total += transfer.wire_time
+            shared[transfer.merge, transfer.lane].append(transfer.latency)
+    return total + sum(max(latencies) for latencies in shared.values())
+
+
+def _reached(graph: TaskGraph) -> list[float]:
+    """Seconds before which no schedule reaches each position, and the end; transfers that may be left out apart."""
+    due: dict[int, list[Transfer]] = defaultdict(list)
+    for transfer in graph.transfers:
+        if transfer.repeats is None and transfer.deadline is not None:
+            due[transfer.deadline].append(transfer)
+    reached = [0.0]
+    brought: dict[str, list[Transfer]] = defaultdict(list)
+    for position, compute in enumerate(graph.compute):
+        for transfer in due[position]:
+            if transfer.ready:
+                writer = transfer.ready - 1
+                done = reached[writer] + graph.compute[writer].duration + transfer.duration
+            else:
+                brought[transfer.wire].append(transfer)
+                done = _seconds(brought[transfer.wire])
+            reached[position] = max(reached[position], done)
+        reached.append(reached[position] + compute.duration)
+    return reached
+
+
+def _most_saved(graph: TaskGraph, carried: Sequence[Transfer], room: Sequence[int]) -> float:
+    """No less than the seconds of one wire that kept outputs can save.
+
+    At each position the outputs kept for later must fit in the room that is left there. The tightest one counts.
+    """
+    gaps = [(transfer, _gap(graph, transfer)) for transfer in carried if transfer.repeats is not None]
+    edges = sorted({edge for _, gap in gaps for edge in (gap.start, gap.stop)})
+    saved = total = sum(transfer.duration for transfer, _ in gaps)
+    for start, stop in pairwise(edges):
+        left = min(room[start:stop])
+        held = [transfer for transfer, gap in gaps if start in gap]
+        if held and sum(transfer.output_bytes for transfer in held) > left:
+            saved = min(saved, total - sum(transfer.duration for transfer in held) + _knapsack(held, left))
+    return saved
+
+
+def _longest_tail(
+    graph: TaskGraph, carried: Sequence[Transfer], reached: Sequence[float], room: Sequence[int]
+) -> float:
+    """The latest end of what one wire can only carry after some compute task.
+
+    That is what is written by that task or later, and what is read later and was not there during the task; what
+    was must have fitted in the room that was left.
+    """
+    longest = 0.0
+    for position in sorted({transfer.ready - 1 for transfer in carried if transfer.ready}):
+        written = [transfer for transfer in carried if transfer.ready > position]
+        awaited = [transfer for transfer in carried if not transfer.ready and _awaited(graph, transfer, position)]
+        end = reached[position] + graph.compute[position].duration
+        longest = max(longest, end + _seconds([*written, *awaited]) - _knapsack(awaited, room[position]))
+    return longest
+
+
+def _awaited(graph: TaskGraph, transfer: Transfer, position: int) -> bool:
+    """Whether the output is read after ``position`` only, and takes room if it is there already."""
+    if transfer.repeats is not None:
+        return position in _gap(graph, transfer)
+    return position < min(transfer.readers)
+
+
+def _gap(graph: TaskGraph, transfer: Transfer) -> range:
+    """Positions at which the output that ``transfer`` repeats is held for its readers alone, if it is kept."""
+    assert transfer.repeats is not None
+    return range(max(graph.transfers[transfer.repeats].readers) + 1, min(transfer.readers))
+
+
+def _knapsack(transfers: Iterable[Transfer], room: int) -> float:
+    """The most seconds of transfers, parts of them included, whose outputs fit in ``room`` bytes."""
+    seconds, left = 0.0, float(max(0, room))
+    for transfer in sorted(transfers, key=lambda each: each.output_bytes / (each.duration or 1e-300)):
+        share = min(1.0, left / transfer.output_bytes) if transfer.output_bytes else 1.0
+        seconds += share * transfer.duration
+        left -= share * transfer.output_bytes
+    return seconds

@@ -1,0 +1,129 @@
+"""Exhaustive search: the best schedule of a small graph, to measure others against.
+
+It tries every choice of kept outputs, every grouping of transfers that may share a collective, and every program:
+before each compute task any transfers launched in any order, and any inputs waited for. Only what can't be better
+is left out: states seen before, and programs that can no longer beat the best one. Outputs are waited for where
+they are read; sooner frees nothing and could only stall.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from vescale_compile.schedule.graph import TaskGraph
+from vescale_compile.schedule.jobs import Grouping, Job, make_jobs
+from vescale_compile.schedule.lifetimes import Lifetimes
+from vescale_compile.schedule.machine import Machine
+from vescale_compile.schedule.program import Schedule
+
+
+def best_schedule(graph: TaskGraph, budget: int | None = None) -> Schedule | None:
+    """The schedule of the least makespan whose peak memory is at most ``budget`` bytes; None if there is none.
+
+    Its time grows exponentially: it is for graphs of about ten transfers.
+    """
+    best: Machine | None = None
+    repeats = [index for index, transfer in enumerate(graph.transfers) if transfer.repeats is not None]
+    for count in range(len(repeats) + 1):
+        for kept in map(frozenset, itertools.combinations(repeats, count)):
+            for grouping in _groupings(graph, kept):
+                best = _Search(Lifetimes(graph, kept), grouping, budget, best).best
+    return Schedule(tuple(best.instructions), best.lifetimes.kept) if best else None
+
+
+def _groupings(graph: TaskGraph, kept: frozenset[int]) -> Iterator[Grouping]:
+    """Every way to put the transfers that may share collectives into groups."""
+    classes: dict[tuple[str, str], list[int]] = {}
+    for index, transfer in enumerate(graph.transfers):
+        if transfer.merge is not None and index not in kept:
+            classes.setdefault((transfer.merge, transfer.lane), []).append(index)
+    for parts in itertools.product(*map(_partitions, classes.values())):
+        yield tuple(group for part in parts for group in part)
+
+
+def _partitions(items: list[int]) -> list[Grouping]:
+    if not items:
+        return [()]
+    first, rest = items[0], items[1:]
+    found: list[Grouping] = []
+    for smaller in _partitions(rest):
+        found.append(((first,), *smaller))
+        for place, group in enumerate(smaller):
+            found.append((*smaller[:place], (first, *group), *smaller[place + 1 :]))
+    return found
+
+
+class _Search:
+    """Depth first through all programs of the jobs of one frame."""
+
+    def __init__(self, lifetimes: Lifetimes, grouping: Grouping, budget: int | None, best: Machine | None) -> None:
+        self.jobs = [job for job in make_jobs(lifetimes, grouping) if _possible(job)]
+        self.elapsed = lifetimes.graph.elapsed
+        self.budget, self.best = budget, best
+        self.seen: set[object] = set()
+        if len(self.jobs) == len(make_jobs(lifetimes, grouping)):
+            self._visit(Machine(lifetimes))
+
+    def _visit(self, machine: Machine) -> None:
+        if self.budget is not None and machine.peak > self.budget:
+            return
+        if self.best is not None and self._least_makespan(machine) >= self.best.now:
+            return
+        state = (
+            machine.position,
+            machine.now,
+            machine.in_flight(),
+            frozenset(machine.launched),
+            frozenset(machine.done),
+        )
+        if state in self.seen:
+            return
+        self.seen.add(state)
+        if machine.position == len(self.elapsed) - 1 and len(machine.launched) == len(machine.done) == self._count:
+            self.best = machine
+            return
+        for following in self._next(machine):
+            self._visit(following)
+
+    @property
+    def _count(self) -> int:
+        return sum(len(job.transfers) for job in self.jobs)
+
+    def _least_makespan(self, machine: Machine) -> float:
+        to_compute = self.elapsed[-1] - self.elapsed[machine.position]
+        to_carry: dict[str, float] = {}
+        for transfers, seconds in machine.in_flight():
+            wire = machine.graph.transfers[transfers[0]].wire
+            to_carry[wire] = to_carry.get(wire, 0.0) + seconds
+        for job in self.jobs:
+            if job.transfers[0] not in machine.launched:
+                wire = machine.graph.transfers[job.transfers[0]].wire
+                to_carry[wire] = to_carry.get(wire, 0.0) + job.duration
+        return machine.now + max(to_compute, *to_carry.values(), 0.0)
+
+    def _next(self, machine: Machine) -> Iterator[Machine]:
+        end = len(self.elapsed) - 1
+        if machine.position < end and all(
+            index in machine.launched for index in machine.lifetimes.needs[machine.position]
+        ):
+            following = machine.fork()
+            for index in machine.lifetimes.needs[machine.position]:
+                for transfers in [group for group in following.outstanding if index in group]:
+                    following.wait(transfers)
+            following.run(machine.position)
+            yield following
+        for job in self.jobs:
+            if job.transfers[0] not in machine.launched and job.ready <= machine.position:
+                following = machine.fork()
+                following.launch(job.transfers)
+                yield following
+            elif job.transfers in machine.outstanding and (job.input_bytes or machine.position == end):
+                following = machine.fork()
+                following.wait(job.transfers)
+                yield following
+
+
+def _possible(job: Job) -> bool:
+    """A group of transfers is no use if one is read before another is written."""
+    return job.ready <= job.deadline

@@ -1,0 +1,168 @@
+"""The task graph: computation in a fixed order, and the transfers that are to run beside it.
+
+Times are in seconds, memory in bytes. A *position* is an index into the computation's order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One piece of the computation.
+
+    Attributes:
+        name: for reports and errors.
+        duration: seconds, with the device to itself.
+        live_bytes: memory live while it runs, but for the buffers of transfers: activations, shards, states.
+    """
+
+    name: str
+    duration: float
+    live_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One unit's communication. Its duration is ``latency + wire_time``.
+
+    An all-gather has readers and no writers: it may start at any time, and its unsharded buffer
+    (``output_bytes``) is held from its launch until the last reader has run. A reduce-scatter has writers and, in
+    a graph that ends with the gradients, no readers: its gradient buffer (``input_bytes``) is held from the first
+    writer on, until it is waited for, which is when the program knows that it is done. Transfers with both exist
+    too. What has no readers is needed at the end, and its output is held to the end.
+
+    Attributes:
+        name: unique in the graph.
+        latency: seconds that a collective takes whatever it carries; merged transfers pay it once.
+        wire_time: seconds in proportion to the bytes.
+        writers: positions that write the input; the transfer is launched after the last of them.
+        readers: positions that read the output.
+        input_bytes: of the buffer sent, where the schedule decides how long it lives.
+        output_bytes: of the buffer received.
+        lane: transfers of one lane run one after another in the order of their launches (a stream).
+        wire: transfers that run at the same time on lanes over one wire get equal shares of it.
+        load: share of the compute device that the transfer takes while it has its wire to itself, in [0, 1).
+        repeats: index of the earlier transfer whose output this one brings once more (the gather for the
+            backward): a schedule may keep that output instead.
+        merge: transfers of equal ``merge`` may share one collective; None for those that may not.
+    """
+
+    name: str
+    latency: float
+    wire_time: float
+    writers: tuple[int, ...] = ()
+    readers: tuple[int, ...] = ()
+    input_bytes: int = 0
+    output_bytes: int = 0
+    lane: str = "communication"
+    wire: str = "wire"
+    load: float = 0.0
+    repeats: int | None = None
+    merge: str | None = None
+
+    @property
+    def duration(self) -> float:
+        """Seconds, with the wire to itself."""
+        return self.latency + self.wire_time
+
+    @property
+    def ready(self) -> int:
+        """The first position before which it can be launched."""
+        return max(self.writers, default=-1) + 1
+
+    @property
+    def deadline(self) -> int | None:
+        """The position before which it must be done; None: at the end."""
+        return min(self.readers, default=None)
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Computation in its order, and transfers in any order. Checks itself when made.
+
+    Raises:
+        ValueError: a task that makes no sense; the message names it.
+    """
+
+    compute: tuple[Compute, ...]
+    transfers: tuple[Transfer, ...]
+
+    def __post_init__(self) -> None:
+        if not self.compute:
+            raise ValueError("a task graph needs at least one compute task")
+        for compute in self.compute:
+            if not 0 <= compute.duration < math.inf or compute.live_bytes < 0:
+                raise ValueError(
+                    f"compute task {compute.name!r}: duration {compute.duration} s and live_bytes "
+                    f"{compute.live_bytes} must be finite and not negative"
+                )
+        names: set[str] = set()
+        lanes: dict[str, str] = {}
+        for index, transfer in enumerate(self.transfers):
+            if transfer.name in names:
+                raise ValueError(f"two transfers are named {transfer.name!r}; names must be unique")
+            names.add(transfer.name)
+            if lanes.setdefault(transfer.lane, transfer.wire) != transfer.wire:
+                raise ValueError(f"transfer {transfer.name!r}: lane {transfer.lane!r} is on two wires")
+            if problem := self._problem(transfer) or self._repeat_problem(index, transfer):
+                raise ValueError(f"transfer {transfer.name!r}: {problem}")
+        if (load := sum(self.peak_loads.values())) >= 1:
+            raise ValueError(f"transfers take {load:.2f} of the compute device at once; it must be less than 1")
+
+    @cached_property
+    def peak_loads(self) -> dict[str, float]:
+        """The largest load on each wire; what runs at once on one wire loads the device by no more."""
+        loads: dict[str, float] = {}
+        for transfer in self.transfers:
+            loads[transfer.wire] = max(loads.get(transfer.wire, 0.0), transfer.load)
+        return loads
+
+    @cached_property
+    def elapsed(self) -> tuple[float, ...]:
+        """Seconds of compute before each position, and at last before the end."""
+        total, sums = 0.0, [0.0]
+        for compute in self.compute:
+            total += compute.duration
+            sums.append(total)
+        return tuple(sums)
+
+    def live_before(self, position: int) -> int:
+        """Bytes live between two compute tasks: no more than in either of them."""
+        live = [self.compute[p].live_bytes for p in (position - 1, position) if 0 <= p < len(self.compute)]
+        return min(live)
+
+    def _problem(self, transfer: Transfer) -> str | None:
+        positions = transfer.writers + transfer.readers
+        if not (0 <= transfer.latency < math.inf and 0 <= transfer.wire_time < math.inf):
+            return f"latency {transfer.latency} s and wire_time {transfer.wire_time} s must be finite, not negative"
+        if not positions:
+            return "nothing writes its input and nothing reads its output; leave it out"
+        if min(positions) < 0 or max(positions) >= len(self.compute):
+            return f"writers and readers {positions} must be positions from 0 to {len(self.compute) - 1}"
+        if transfer.deadline is not None and transfer.deadline < transfer.ready:
+            return f"position {transfer.deadline} reads its output before position {transfer.ready - 1} has written"
+        if transfer.input_bytes < 0 or transfer.output_bytes < 0:
+            return f"input_bytes {transfer.input_bytes} and output_bytes {transfer.output_bytes} must not be negative"
+        if not 0 <= transfer.load < 1:
+            return f"load {transfer.load} must be in [0, 1)"
+        return None
+
+    def _repeat_problem(self, index: int, transfer: Transfer) -> str | None:
+        if transfer.repeats is None:
+            return None
+        if not 0 <= transfer.repeats < index:
+            return f"it repeats transfer {transfer.repeats}, which is not one before it"
+        first = self.transfers[transfer.repeats]
+        if transfer.writers or not transfer.readers or not first.readers:
+            return "a transfer that repeats another has readers, as the other has, and no writers"
+        if transfer.output_bytes != first.output_bytes:
+            return (
+                f"it repeats {first.name!r}, whose output has {first.output_bytes} bytes, not {transfer.output_bytes}"
+            )
+        if max(first.readers) >= min(transfer.readers):
+            return f"it is read before {first.name!r}, which it repeats, has been read"
+        return None

@@ -1,0 +1,101 @@
+"""What the list scheduler places: collectives of one or more transfers, and the memory that they can't do without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vescale_compile.schedule.graph import TaskGraph
+from vescale_compile.schedule.lifetimes import Lifetimes
+from vescale_compile.schedule.machine import Machine
+
+Grouping = tuple[tuple[int, ...], ...]
+"""Transfers that share collectives, each in one group at most; those in no group go alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A collective to be placed; equal to itself alone.
+
+    Attributes:
+        transfers: indices in the graph.
+        wire: that carries it.
+        ready: the first position before which it can be launched.
+        deadline: the position before which it must be done; the number of positions where that is the end.
+        duration: seconds, with the wire to itself.
+        input_bytes: given back at its wait.
+        output_bytes: taken at its launch.
+    """
+
+    transfers: tuple[int, ...]
+    wire: str
+    ready: int
+    deadline: int
+    duration: float
+    input_bytes: int
+    output_bytes: int
+
+    @property
+    def order(self) -> tuple[int, int, tuple[int, ...]]:
+        """Jobs in the order of their deadlines; among equals in that in which they get ready, then by index."""
+        return (self.deadline, self.ready, self.transfers)
+
+
+def make_jobs(lifetimes: Lifetimes, grouping: Grouping) -> tuple[Job, ...]:
+    """The collectives of a graph under a choice of kept outputs and of groups, by their deadlines."""
+    graph, kept = lifetimes.graph, lifetimes.kept
+    groups = [tuple(index for index in group if index not in kept) for group in grouping]
+    grouped = {index for group in groups for index in group}
+    groups += [(index,) for index in range(len(graph.transfers)) if index not in kept and index not in grouped]
+    return tuple(sorted((_job(graph, group) for group in groups if group), key=lambda job: job.order))
+
+
+def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tuple[int, ...]]:
+    """The program that overlaps nothing: each buffer lives as short as it can.
+
+    What must be written first is launched and waited for as soon as it has been written, and the rest where it is
+    needed. No program with these jobs needs less memory at any position, if no output is larger than the input it
+    is made of.
+
+    Returns:
+        The machine after the program, and by position the peak bytes there, up to what comes next.
+    """
+    machine = Machine(lifetimes)
+    positions = len(lifetimes.graph.compute)
+    due: list[list[Job]] = [[] for _ in range(positions)]
+    ready: list[list[Job]] = [[] for _ in range(positions + 1)]
+    for job in jobs:
+        if job.ready:
+            ready[job.ready].append(job)
+        else:
+            due[min(job.deadline, positions - 1)].append(job)
+    peaks = []
+    for position in range(positions):
+        machine.peak = 0
+        _one_by_one(machine, due[position])
+        machine.run(position)
+        # In this order the first launch is the peak, if no output is larger than the input it is made of.
+        _one_by_one(machine, sorted(ready[position + 1], key=lambda job: (job.output_bytes, job.order)))
+        peaks.append(machine.peak)
+    machine.peak = max(peaks)
+    return machine, tuple(peaks)
+
+
+def _one_by_one(machine: Machine, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        machine.launch(job.transfers)
+        machine.wait(job.transfers)
+
+
+def _job(graph: TaskGraph, group: tuple[int, ...]) -> Job:
+    parts = [graph.transfers[index] for index in group]
+    deadlines = [len(graph.compute) if part.deadline is None else part.deadline for part in parts]
+    return Job(
+        transfers=group,
+        wire=parts[0].wire,
+        ready=max(part.ready for part in parts),
+        deadline=min(deadlines),
+        duration=max(part.latency for part in parts) + sum(part.wire_time for part in parts),
+        input_bytes=sum(part.input_bytes for part in parts),
+        output_bytes=sum(part.output_bytes for part in parts),
+    )

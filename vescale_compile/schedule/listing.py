@@ -1,0 +1,248 @@
+"""The list scheduler: walks through the computation once and launches what a policy prefers and memory allows.
+
+Before each compute task it fills every wire with work that lasts until the task will be over. A launch must leave
+room for all that is still to come in its most frugal form (each gather just before it is read, each reduction
+waited for at once), so the walk never runs into a dead end. Reductions are waited for where their buffers are
+needed: those that are done already whenever that makes room for a launch, others only when the next compute task
+would not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vescale_compile.schedule.jobs import Grouping, Job, make_jobs, synchronous
+from vescale_compile.schedule.lifetimes import Lifetimes
+from vescale_compile.schedule.machine import Machine
+from vescale_compile.schedule.policies import Policy
+
+_LOOKED_AT = 4  # gathers that an impatient wire considers
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What all schedules under one choice of kept outputs and groups share. Bytes are by position.
+
+    Attributes:
+        jobs: by deadline.
+        due: by position, the jobs to be done before it; at last those that the end waits for.
+        becomes_ready: by position, the jobs whose inputs have been written before it but not earlier.
+        least: without which nothing works.
+        between: base memory while a position's transfers are launched and waited for.
+        running: on top of the buffers held then, what the compute task there needs.
+        after: the same for the launches between that task and the next.
+    """
+
+    lifetimes: Lifetimes
+    jobs: tuple[Job, ...]
+    due: tuple[tuple[Job, ...], ...]
+    becomes_ready: tuple[tuple[Job, ...], ...]
+    least: tuple[int, ...]
+    between: tuple[int, ...]
+    running: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @classmethod
+    def build(cls, lifetimes: Lifetimes, grouping: Grouping) -> Frame:
+        graph, jobs = lifetimes.graph, make_jobs(lifetimes, grouping)
+        due: list[list[Job]] = [[] for _ in range(len(graph.compute) + 1)]
+        ready: list[list[Job]] = [[] for _ in range(len(graph.compute) + 1)]
+        for job in jobs:
+            due[job.deadline].append(job)
+            if job.ready:
+                ready[job.ready].append(job)
+        running, after = [], []
+        for position, compute in enumerate(graph.compute):
+            written = lifetimes.inputs_at[position]
+            running.append(written + compute.live_bytes)
+            outputs = sum(job.output_bytes for job in ready[position + 1])
+            after.append(written - lifetimes.outputs_after[position] + outputs + graph.live_before(position + 1))
+        running.append(graph.live_before(len(graph.compute)))
+        after.append(0)
+        return cls(
+            lifetimes=lifetimes,
+            jobs=jobs,
+            due=tuple(map(tuple, due)),
+            becomes_ready=tuple(map(tuple, ready)),
+            least=synchronous(lifetimes, jobs)[1],
+            between=tuple(map(graph.live_before, range(len(graph.compute) + 1))),
+            running=tuple(running),
+            after=tuple(after),
+        )
+
+
+def list_schedule(
+    frame: Frame, budget: int, policy: Policy, *, ahead: int, patient: bool, limit: float = math.inf
+) -> Machine | None:
+    """Schedules the jobs of ``frame`` by ``policy``.
+
+    Args:
+        budget: bytes that no instruction may exceed.
+        policy: which job goes first.
+        ahead: how many collectives may have been launched before the compute task that waits for them is next.
+        patient: whether a wire waits for the preferred job where that does not fit yet, or takes the next one.
+        limit: seconds; a program that can't but take longer is of no interest.
+
+    Returns:
+        The machine after the program; None if it exceeds the budget or the limit.
+    """
+    if max(frame.least) > budget:
+        return None
+    walk = _Walk(frame, budget, policy, ahead, patient)
+    for position in range(len(frame.least)):
+        walk.step(position)
+        if walk.least_makespan() > limit:
+            return None
+    walk.finish()
+    return walk.machine if walk.machine.peak <= budget else None
+
+
+class _Walk:
+    def __init__(self, frame: Frame, budget: int, policy: Policy, ahead: int, patient: bool) -> None:
+        self.frame, self.budget, self.policy, self.ahead, self.patient = frame, budget, policy, ahead, patient
+        self.machine = Machine(frame.lifetimes)
+        self.elapsed = frame.lifetimes.graph.elapsed
+        # Bytes by position: the least, and what launches ahead of time add to it.
+        self.reserved = list(frame.least)
+        self.free: dict[str, list[Job]] = {job.wire: [] for job in frame.jobs}  # the earliest deadline last
+        self.written: dict[str, list[Job]] = {wire: [] for wire in self.free}  # launchable since it was written
+        self.written_outputs = 0  # bytes that the launches of the written will take
+        for job in reversed(frame.jobs):
+            if not job.ready:
+                self.free[job.wire].append(job)
+        self.due_inputs = 0  # bytes that waits before the next compute task will give back
+        self.flying: list[Job] = []  # launched and not waited for, in launch order
+        self.early = 0  # of them, those that a compute task later than the next one waits for
+        self.to_launch = dict.fromkeys(self.free, 0.0)  # seconds of wire
+        for job in frame.jobs:
+            self.to_launch[job.wire] += job.duration
+
+    def least_makespan(self) -> float:
+        """Seconds that the program will take at least."""
+        to_carry = (seconds + self.machine.backlog(wire) for wire, seconds in self.to_launch.items())
+        return self.machine.now + max(self.elapsed[-1] - self.elapsed[self.machine.position], *to_carry, 0.0)
+
+    def step(self, position: int) -> None:
+        """Schedules all up to the end of one compute task."""
+        due = self.frame.due[position]
+        self._add_written(position)
+        self.early -= sum(1 for job in due if not job.ready and job.transfers in self.machine.outstanding)
+        self.due_inputs = sum(job.input_bytes for job in due if not self._done(job))
+        self._make_room(position)
+        for job in due:
+            if job.transfers[0] not in self.machine.launched:
+                self._launch(job, position)
+        self._fill(position)
+        for job in due:
+            if job.transfers in self.machine.outstanding:
+                self._wait(job)
+        self.machine.run(position)
+
+    def finish(self) -> None:
+        """Launches what is left, and waits for all."""
+        end, self.due_inputs = len(self.frame.least), 0
+        self._add_written(end)
+        for job in sorted((job for jobs in self.written.values() for job in jobs), key=self._rank):
+            self._wait_for_inputs(lambda job=job: self._excess(end, job.output_bytes) <= 0)  # type: ignore[misc]
+            self._launch(job, end)
+        for job in list(self.flying):
+            self._wait(job)
+
+    def _add_written(self, position: int) -> None:
+        for job in self.frame.becomes_ready[position]:
+            self.written[job.wire].append(job)
+            self.written_outputs += job.output_bytes
+
+    def _fill(self, position: int) -> None:
+        """Gives each wire work until the compute task at ``position``, which may have to wait, will be over."""
+        machine = self.machine
+        due = [job for job in self.frame.due[position] if job.transfers in machine.outstanding]
+        stall = max((machine.backlog(job.wire, job.transfers[0]) for job in due), default=0.0)
+        end = stall + machine.graph.compute[position].duration
+        for wire in self.free:
+            while machine.backlog(wire) < end:
+                job = self._choose(wire, position)
+                if job is None:
+                    break
+                self._launch(job, position)
+
+    def _choose(self, wire: str, position: int) -> Job | None:
+        candidates = self.written[wire][:]
+        if self.early < self.ahead:
+            candidates += self.free[wire][-1 if self.patient else -_LOOKED_AT :]
+        for job in sorted(candidates, key=self._rank):
+            if self._fits(job, position):
+                return job
+            if self.patient:
+                return None
+        return None
+
+    def _rank(self, job: Job) -> tuple[tuple[float, ...], tuple[int, int, tuple[int, ...]]]:
+        return self.policy(job, self._slack), job.order
+
+    def _slack(self, job: Job) -> float:
+        until = self.elapsed[job.deadline] - self.elapsed[self.machine.position]
+        return until - self.machine.backlog(job.wire) - job.duration
+
+    def _fits(self, job: Job, position: int) -> bool:
+        """Whether there is room to launch ``job`` now, once what is done has given its input back."""
+        size = job.output_bytes
+        if not job.ready and max(self.reserved[position : job.deadline]) + size > self.budget:
+            return False
+        # The output of what has been written is in the reckoning already, but for the compute task itself.
+        counted = size if job.ready else 0
+        self._wait_for_inputs(lambda: self._excess(position, size, counted) <= 0, done_only=True)
+        return self._excess(position, size, counted) <= 0
+
+    def _excess(self, position: int, size: int, counted: int = 0) -> int:
+        """Bytes over budget from here to the next compute task's end, with an output of ``size`` bytes more."""
+        frame, held = self.frame, self.machine.held + size
+        waited = held - self.due_inputs
+        after = waited - counted + self.written_outputs + frame.after[position]
+        return max(held + frame.between[position], waited + frame.running[position], after) - self.budget
+
+    def _make_room(self, position: int) -> None:
+        """Waits for reductions, launching them if need be, until the next compute task fits."""
+        self._wait_for_inputs(lambda: self._excess_with_due(position) <= 0)
+        while self._excess_with_due(position) > 0 and any(self.written.values()):
+            job = min((job for jobs in self.written.values() for job in jobs), key=self._rank)
+            self._launch(job, position)
+            self._wait(job)
+
+    def _excess_with_due(self, position: int) -> int:
+        """Bytes over budget with all launched that the next compute task waits for."""
+        due = [job for job in self.frame.due[position] if job.transfers[0] not in self.machine.launched]
+        counted = sum(job.output_bytes for job in due if job.ready)
+        return self._excess(position, sum(job.output_bytes for job in due), counted)
+
+    def _wait_for_inputs(self, enough: Callable[[], bool], *, done_only: bool = False) -> None:
+        """Waits for collectives that hold an input, in launch order, until there is enough room."""
+        for job in list(self.flying):
+            if enough():
+                return
+            if job.input_bytes and not (done_only and self.machine.outstanding[job.transfers].stopped is None):
+                self._wait(job)
+
+    def _launch(self, job: Job, position: int) -> None:
+        if job.ready:
+            self.written[job.wire].remove(job)
+            self.written_outputs -= job.output_bytes
+        else:
+            self.free[job.wire].remove(job)
+            self.early += job.deadline > position
+            for later in range(position, job.deadline):
+                self.reserved[later] += job.output_bytes
+        self.to_launch[job.wire] -= job.duration
+        self.machine.launch(job.transfers)
+        self.flying.append(job)
+
+    def _wait(self, job: Job) -> None:
+        self.machine.wait(job.transfers)
+        self.flying.remove(job)
+        if job.deadline == self.machine.position < len(self.frame.least):
+            self.due_inputs -= job.input_bytes
+
+    def _done(self, job: Job) -> bool:
+        return job.transfers[0] in self.machine.done

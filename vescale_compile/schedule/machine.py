@@ -1,0 +1,217 @@
+"""The machine that schedules are made for: it runs instructions one by one, and knows time and memory.
+
+It is the one model of execution: the list scheduler asks it what is going on, the exhaustive search forks it,
+and the simulator's report is its record. Times are in seconds, memory in bytes.
+
+- A compute task runs when everything before it in the program is done, and all transfers it reads are.
+- A lane runs its collectives one after another, in launch order; one starts no sooner than its launch, that is
+  after the computation that precedes it in the program (as a stream waits for the event recorded at a launch).
+- Lanes over one wire that are busy at the same time share it equally.
+- A transfer that loads the compute device slows the computation that runs beside it.
+- Memory follows the program, not the clock, so it does not depend on the durations being right: a buffer lives
+  from the instruction that needs it to the one after which nothing does.
+"""
+
+from __future__ import annotations
+
+from vescale_compile.schedule.graph import TaskGraph
+from vescale_compile.schedule.lifetimes import Lifetimes
+from vescale_compile.schedule.program import Instruction, Launch, Run, Wait, names
+
+
+class ScheduleError(ValueError):
+    """A program that breaks the rules of its graph."""
+
+
+class Collective:
+    """One or more transfers that were launched together, in flight or done."""
+
+    __slots__ = ("lane", "launched", "load", "remaining", "started", "stopped", "transfers", "wire")
+
+    def __init__(self, graph: TaskGraph, transfers: tuple[int, ...], now: float) -> None:
+        parts = [graph.transfers[index] for index in transfers]
+        self.transfers = transfers
+        self.lane, self.wire = parts[0].lane, parts[0].wire
+        self.load = max(part.load for part in parts)
+        self.remaining = max(part.latency for part in parts) + sum(part.wire_time for part in parts)
+        self.launched = now
+        self.started: float | None = None
+        self.stopped: float | None = None
+
+    def fork(self) -> Collective:
+        twin = object.__new__(Collective)
+        for field in Collective.__slots__:
+            setattr(twin, field, getattr(self, field))
+        return twin
+
+
+class Machine:
+    """The state after some instructions of a program of ``lifetimes.graph``.
+
+    Attributes:
+        now: seconds.
+        position: of the next compute task.
+        held: bytes of transfers' buffers.
+        peak: the most bytes so far, base memory included.
+        outstanding: collectives launched and not waited for, in launch order.
+        runs: start and stop of each compute task so far, seconds.
+        stalls: seconds that each wait took, if it took any.
+    """
+
+    def __init__(self, lifetimes: Lifetimes) -> None:
+        self.lifetimes, self.graph = lifetimes, lifetimes.graph
+        self.now = 0.0
+        self.position = 0
+        self.held = 0
+        self.peak = 0
+        self.instructions: list[Instruction] = []
+        self.launched: set[int] = set()
+        self.done: set[int] = set()
+        self.outstanding: dict[tuple[int, ...], Collective] = {}
+        self.collectives: list[Collective] = []
+        self.runs: list[tuple[float, float]] = []
+        self.stalls: dict[tuple[int, ...], float] = {}
+        self._lanes: dict[str, list[Collective]] = {}
+
+    def fork(self) -> Machine:
+        """An independent copy."""
+        twin = object.__new__(Machine)
+        twin.__dict__.update(self.__dict__)
+        copies = {id(collective): collective.fork() for collective in self.collectives}
+        twin.collectives = [copies[id(collective)] for collective in self.collectives]
+        twin.outstanding = {key: copies[id(collective)] for key, collective in self.outstanding.items()}
+        twin._lanes = {lane: [copies[id(item)] for item in queue] for lane, queue in self._lanes.items()}
+        twin.instructions, twin.runs = list(self.instructions), list(self.runs)
+        twin.launched, twin.done, twin.stalls = set(self.launched), set(self.done), dict(self.stalls)
+        return twin
+
+    def execute(self, instruction: Instruction) -> None:
+        """Runs one instruction.
+
+        Raises:
+            ScheduleError: it may not come here.
+        """
+        match instruction:
+            case Run(position):
+                self.run(position)
+            case Launch(transfers):
+                self.launch(transfers)
+            case Wait(transfers):
+                self.wait(transfers)
+
+    def launch(self, transfers: tuple[int, ...]) -> None:
+        """Starts a collective, or queues it behind those of its lane."""
+        self._check_launch(transfers)
+        parts = [self.graph.transfers[index] for index in transfers]
+        self.instructions.append(Launch(transfers))
+        self.launched.update(transfers)
+        collective = Collective(self.graph, transfers, self.now)
+        self.outstanding[transfers] = collective
+        self.collectives.append(collective)
+        queue = self._lanes.setdefault(collective.lane, [])
+        queue.append(collective)
+        if len(queue) == 1:
+            collective.started = self.now
+        self.held += sum(part.output_bytes for part in parts)
+        self.peak = max(self.peak, self.held + self.graph.live_before(self.position))
+
+    def wait(self, transfers: tuple[int, ...]) -> None:
+        """Waits for a collective, and gives its input back."""
+        collective = self.outstanding.pop(transfers, None)
+        if collective is None:
+            raise ScheduleError(f"{names(self.graph, transfers)}: waited for, but not in flight")
+        self.instructions.append(Wait(transfers))
+        before = self.now
+        while collective.stopped is None:
+            self._advance(None)
+        if self.now > before:
+            self.stalls[transfers] = self.now - before
+        self.done.update(transfers)
+        self.held -= sum(self.graph.transfers[index].input_bytes for index in transfers)
+
+    def run(self, position: int) -> None:
+        """Runs a compute task to its end."""
+        if position != self.position or position >= len(self.graph.compute):
+            raise ScheduleError(f"compute tasks run in order: task {self.position} is next, not {position}")
+        for index in self.lifetimes.needs[position]:
+            if index not in self.done:
+                name = self.graph.transfers[index].name
+                raise ScheduleError(f"{self.graph.compute[position].name!r} reads {name!r} before its wait")
+        self.instructions.append(Run(position))
+        compute = self.graph.compute[position]
+        self.held += self.lifetimes.inputs_at[position]
+        self.peak = max(self.peak, self.held + compute.live_bytes)
+        start, work = self.now, compute.duration
+        while work > 0:
+            work = self._advance(work)
+        self.runs.append((start, self.now))
+        self.held -= self.lifetimes.outputs_after[position]
+        self.position += 1
+
+    def backlog(self, wire: str, through: int | None = None) -> float:
+        """Seconds that the wire has still to carry: all, or what lies before the end of the transfer ``through``."""
+        total, alone, lanes = 0.0, None, []
+        for queue in self._lanes.values():
+            if queue and queue[0].wire == wire:
+                carried = 0.0
+                for item in queue:
+                    carried += item.remaining
+                    if through in item.transfers:
+                        alone = carried
+                lanes.append(carried)
+                total += carried
+        return total if alone is None else sum(min(carried, alone) for carried in lanes)
+
+    def in_flight(self) -> tuple[tuple[tuple[int, ...], float], ...]:
+        """What the lanes have still to do: collectives and seconds of wire, lane by lane."""
+        return tuple((item.transfers, item.remaining) for lane in sorted(self._lanes) for item in self._lanes[lane])
+
+    def _check_launch(self, transfers: tuple[int, ...]) -> None:
+        parts = [self.graph.transfers[index] for index in transfers]
+        name = names(self.graph, transfers)
+        if not parts:
+            raise ScheduleError("a collective of no transfers was launched")
+        if len(parts) > 1 and (parts[0].merge is None or len({(part.merge, part.lane) for part in parts}) > 1):
+            raise ScheduleError(f"{name}: these may not share a collective")
+        for index, part in zip(transfers, parts, strict=True):
+            if index in self.launched or index in self.lifetimes.kept:
+                raise ScheduleError(f"{name}: launched twice, or although the output of another is kept for it")
+            if part.ready > self.position:
+                raise ScheduleError(f"{name}: launched before {self.graph.compute[part.ready - 1].name!r} has written")
+
+    def _advance(self, work: float | None) -> float:
+        """Lets time pass until a collective stops or, if it is sooner, ``work`` seconds of computation are done.
+
+        Returns:
+            Seconds of computation that are left.
+        """
+        heads = [queue[0] for queue in self._lanes.values() if queue]
+        if work is not None and not heads:
+            self.now += work
+            return 0.0
+        busy: dict[str, int] = {}
+        for head in heads:
+            busy[head.wire] = busy.get(head.wire, 0) + 1
+        times = [head.remaining * busy[head.wire] for head in heads]
+        step = min(times)
+        speed = 1.0
+        if work is not None:
+            speed -= sum(head.load / busy[head.wire] for head in heads)
+            if work <= step * speed:
+                step, work = work / speed, 0.0
+            else:
+                work -= step * speed
+        self.now += step
+        for head, time in zip(heads, times, strict=True):
+            if time <= step:
+                self._stop(head)
+            else:
+                head.remaining -= step / busy[head.wire]
+        return work or 0.0
+
+    def _stop(self, head: Collective) -> None:
+        head.remaining, head.stopped = 0.0, self.now
+        queue = self._lanes[head.lane]
+        queue.pop(0)
+        if queue:
+            queue[0].started = self.now

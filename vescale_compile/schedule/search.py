@@ -1,0 +1,186 @@
+"""From a task graph to its schedule: what is kept, what is merged, and when all the rest flies.
+
+The list scheduler is run under a few policies; then, while there is a gap to the lower bound, with outputs kept,
+with transfers merged, and with its order changed, each as long as it helps. What is found depends on the graph
+and the budget alone, so that ranks with equal graphs find the same schedule.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from vescale_compile.schedule.bound import Bound, lower_bound
+from vescale_compile.schedule.budget import check_budget, least_peak
+from vescale_compile.schedule.coarsen import coarsen
+from vescale_compile.schedule.graph import TaskGraph
+from vescale_compile.schedule.jobs import Grouping, synchronous
+from vescale_compile.schedule.lifetimes import Lifetimes
+from vescale_compile.schedule.listing import Frame, list_schedule
+from vescale_compile.schedule.machine import Machine
+from vescale_compile.schedule.merging import groupings
+from vescale_compile.schedule.policies import POLICIES, Policy, in_order
+from vescale_compile.schedule.program import Schedule
+from vescale_compile.schedule.retention import free_to_keep, keepable
+from vescale_compile.schedule.simulate import Timeline, simulate
+
+_UNLIMITED = 1 << 62
+_PIECES = 500  # of a step, at the ends of which transfers may be launched
+_AHEAD = (1, 2, 3, 5, _UNLIMITED)
+_KEPT_TRIALS = 12
+_BISECTIONS = 5
+_SWAPS = 200
+_SMALL = 40  # jobs
+_SETTINGS_OF_LARGE = 3
+_LIMIT = 1 + 1e-9
+
+Setting = tuple[Policy, int, bool]
+_SETTINGS: tuple[Setting, ...] = tuple(itertools.product(POLICIES, _AHEAD, (True, False)))
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A schedule, what it would do, and what no schedule can beat."""
+
+    schedule: Schedule
+    timeline: Timeline
+    bound: Bound
+
+    @property
+    def gap(self) -> float:
+        """By what share the makespan exceeds the lower bound."""
+        return self.timeline.makespan / self.bound.makespan - 1 if self.bound.makespan else 0.0
+
+
+def find_schedule(graph: TaskGraph, memory_budget: int | None = None, *, tolerance: float = 0.01) -> Scheduled:
+    """Finds a schedule with little exposed communication within a memory budget.
+
+    Args:
+        graph: what is to be run.
+        memory_budget: bytes that the peak must not exceed. None: as few as allow a makespan within ``tolerance``
+            of the best one found with no limit.
+        tolerance: share of the makespan that may be given up for memory where no budget is given.
+
+    Raises:
+        BudgetError: no schedule fits; it names the least budget and what takes it.
+    """
+    if memory_budget is not None:
+        check_budget(graph, memory_budget)
+    coarse = coarsen(graph, _PIECES)
+    if memory_budget is None:
+        machine = _frugal(coarse.graph, tolerance)
+    else:
+        machine = _Search(coarse.graph, memory_budget, 0.0).best
+    schedule = coarse.expand(Schedule(tuple(machine.instructions), machine.lifetimes.kept))
+    return Scheduled(schedule, simulate(graph, schedule), lower_bound(graph, memory_budget))
+
+
+def _frugal(graph: TaskGraph, tolerance: float) -> Machine:
+    """The least memory that allows a makespan within ``tolerance`` of the best, by bisection."""
+    best = _Search(graph, _UNLIMITED, 0.0).best
+    enough, low = best.now * (1 + tolerance), least_peak(graph)
+    for _ in range(_BISECTIONS):
+        budget = (low + best.peak) // 2
+        if budget in (low, best.peak):
+            break
+        found = _Search(graph, budget, enough).best
+        if found.now <= enough:
+            best = found
+        else:
+            low = budget
+    return best
+
+
+class _Search:
+    """The best program found, ``best``, within ``budget``; it stops at a makespan of ``enough``."""
+
+    def __init__(self, graph: TaskGraph, budget: int, enough: float) -> None:
+        self.graph, self.budget = graph, budget
+        # What comes this close to the bound is not worth the time to better.
+        self.enough = max(enough, lower_bound(graph, budget).makespan * 1.0001)
+        self.frame = Frame.build(Lifetimes(graph, free_to_keep(graph)), ())
+        self.best = synchronous(self.frame.lifetimes, self.frame.jobs)[0]
+        self.settings = self._sweep(self.frame)
+        self._keep(keepable(graph, self.frame.least, budget))
+        self._merge()
+        if len(self.frame.jobs) <= _SMALL:
+            self._exchange()
+            self._refine()
+
+    def _sweep(self, frame: Frame) -> tuple[Setting, ...]:
+        """Tries all settings, and returns those that are to be tried for other frames: in a large graph the best."""
+        makespans = {setting: self._try(frame, setting) for setting in _SETTINGS}
+        ranked = sorted(_SETTINGS, key=makespans.__getitem__)  # stable: equals stay in their order
+        return tuple(ranked if len(frame.jobs) <= _SMALL else ranked[:_SETTINGS_OF_LARGE])
+
+    def _keep(self, order: tuple[int, ...]) -> None:
+        """Keeps the first of the outputs worth keeping: tries a few numbers of them, then those around the best."""
+        step = max(1, -(-len(order) // _KEPT_TRIALS))
+        counts = [*range(step, len(order), step), len(order)] if order else []
+        while counts:
+            for count in counts:
+                self._try_all(Lifetimes(self.graph, frozenset(order[:count])), ())
+            best = len(self.best.lifetimes.kept)
+            counts = [count for count in (best - step // 2, best + step // 2) if step > 1 and 0 < count < len(order)]
+            step //= 2
+
+    def _merge(self) -> None:
+        lifetimes = self.best.lifetimes
+        for grouping in groupings(self.graph, lifetimes.kept):
+            self._try_all(lifetimes, grouping)
+
+    def _exchange(self) -> None:
+        """Keeps one output more or less, or one instead of another, while that helps."""
+        repeats = [index for index, transfer in enumerate(self.graph.transfers) if transfer.repeats is not None]
+        changes = [{index} for index in repeats] + [set(pair) for pair in itertools.combinations(repeats, 2)]
+        before = None
+        while before is not self.best:
+            before = self.best
+            for change in changes:
+                self._try_all(Lifetimes(self.graph, self.best.lifetimes.kept ^ change), ())
+
+    def _refine(self) -> None:
+        """Swaps neighbours in the order of launches while that helps."""
+        trials, improved = _SWAPS, True
+        while improved and trials > 0:
+            improved = False
+            before = self.best
+            by_transfers = {job.transfers: job for job in self.frame.jobs}
+            sequence = [by_transfers[item.transfers] for item in before.collectives]
+            for place in range(len(sequence) - 1):
+                first, second = sequence[place : place + 2]
+                if bool(first.ready) == bool(second.ready) or trials <= 0:
+                    continue  # the scheduler itself orders gathers among themselves, and reductions
+                trials -= 1
+                swapped = [*sequence[:place], second, first, *sequence[place + 2 :]]
+                self._try(self.frame, (in_order(swapped), _UNLIMITED, True))
+                if self.best is not before:
+                    improved = True
+                    break
+
+    def _try_all(self, lifetimes: Lifetimes, grouping: Grouping) -> None:
+        if self.best.now > self.enough:
+            frame = Frame.build(lifetimes, grouping)
+            for setting in self.settings:
+                self._try(frame, setting)
+
+    def _try(self, frame: Frame, setting: Setting) -> float:
+        """Runs the list scheduler unless what there is will do, and returns the makespan if it is of interest."""
+        if self.best.now <= self.enough:
+            return math.inf
+        policy, ahead, patient = setting
+        limit = self.best.now * _LIMIT
+        machine = list_schedule(frame, self.budget, policy, ahead=ahead, patient=patient, limit=limit)
+        if machine is None:
+            return math.inf
+        if self._better(machine):
+            self.best, self.frame = machine, frame
+        return machine.now
+
+    def _better(self, machine: Machine) -> bool:
+        """Faster, or as fast with less memory; sums in another order differ in their last digits."""
+        margin = 1e-9 * self.best.now
+        if abs(machine.now - self.best.now) <= margin:
+            return machine.peak < self.best.peak
+        return machine.now < self.best.now
