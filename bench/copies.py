@@ -32,6 +32,9 @@ GATHER = "vescale::start_all_gather"
 """An all-gather made of messages between the ranks. That a rank places its own part in the result too is what every
 all-gather does, in the libraries' out of sight; a cast on the way counts."""
 
+PRODUCTS = ("aten::addmm", "aten::baddbmm")
+"""Operators that begin with a copy of what they add to: part of their arithmetic"""
+
 LIBRARIES = ("c10d::", "gloo:", "nccl:")
 """Names of events that are a communication library at work, on the caller's thread or its own"""
 
@@ -142,6 +145,8 @@ class _Profile:
             self.read(child, in_library)
         if event.name == GATHER:
             self.copies[before:] = [copy for copy in self.copies[before:] if copy.casts]
+        elif event.name in PRODUCTS:
+            del self.copies[before:]
         # Where operators are made of others, the innermost is the one that copies.
         if not in_library and len(self.copies) == before:
             self.copies += self._copies(event, inputs)

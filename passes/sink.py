@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -36,6 +36,8 @@ from .places import Place
 _aten = torch.ops.aten
 _MATMULS = (_aten.mm.default, _aten.bmm.default)
 _SCATTERS = (_aten.index_put.default, _aten._unsafe_index_put.default)
+_MASKED_SCATTER = _aten._unsafe_masked_index_put_accumulate.default
+_REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "var_mean", "any"})
 _SHARED = "read elsewhere too"
 _ZEROS = (_aten.full.default, _aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default)
 
@@ -135,7 +137,10 @@ class _Sinking:
 
     def _is_scatter(self, value: fx.Node) -> bool:
         """A sum of rows: an index_put of something into zeros, that accumulates."""
-        if value.target not in _SCATTERS or len(value.args) < 4 or value.args[3] is not True:
+        accumulates = value.target in _SCATTERS and len(value.args) > 3 and value.args[3] is True
+        if value.target is _MASKED_SCATTER:  # with one index it is an embedding's, whose rows all exist
+            accumulates = len(cast(list[Any], value.args[2])) == 1
+        if not accumulates:
             return False
         zeros = value.args[0]
         if not isinstance(zeros, fx.Node) or zeros.target not in _ZEROS:
@@ -143,11 +148,22 @@ class _Sinking:
         return zeros.target is not _aten.full.default or bool(zeros.args[1] == 0)
 
     def _scatter(self, value: fx.Node, place: Place) -> int:
-        zeros, indices, rows, _ = value.args
+        zeros = value.args[0]
+        indices, rows = self._unmask(value) if value.target is _MASKED_SCATTER else value.args[1:3]
         last = self._insert_and_drop(value, _aten.index_put_.default, place, indices, rows, True)
         if isinstance(zeros, fx.Node) and not zeros.users:
             self.graph.erase_node(zeros)
         return last
+
+    def _unmask(self, value: fx.Node) -> tuple[list[fx.Node], fx.Node]:
+        """Indices and rows of an embedding's masked scatter: what the mask leaves out, padding, adds zero."""
+        args: tuple[Any, ...] = value.args
+        _, mask, indices, rows = args
+        with self.graph.inserting_before(value):
+            like = rows.meta["val"]
+            zero = call(self.graph, _aten.full.default, [], 0, dtype=like.dtype, device=like.device)
+            rows = call(self.graph, _aten.where.self, mask, rows, zero)
+        return indices, rows
 
     def _write_out(self, value: fx.Node, place: Place) -> int:
         out = out_variant(value.target) if isinstance(value.target, OpOverload) else None
@@ -166,15 +182,15 @@ class _Sinking:
         shared = bool(value.users) or value in self.shared
         with self.graph.inserting_before((last_input if value.op == "placeholder" else value).next):
             copy = call(self.graph, _aten.copy_.default, place.insert(), value)
-        # The store of a generated kernel is no copy.
-        if shared or self.context.lowering is Lowering.EAGER or not self._is_generated(value):
-            copy.meta["vescale"] = Copied(place.unit, place.param, _SHARED if shared else why)
+        source = _behind_any_views(value)
+        generated = isinstance(source.target, OpOverload) and generates_code_for(source.target)
+        if not shared and self.context.lowering is Lowering.INDUCTOR and generated:
+            assert isinstance(source.target, OpOverload)
+            if source.target.overloadpacket.__name__ not in _REDUCTIONS:
+                return self.order[value]  # the store of a generated kernel is no copy
+            why = "a generated reduction, which is stored before it is placed"
+        copy.meta["vescale"] = Copied(place.unit, place.param, _SHARED if shared else why)
         return self.order[value]
-
-    def _is_generated(self, value: fx.Node) -> bool:
-        while value.op == "call_function" and is_view(value):
-            value = value.all_input_nodes[0]
-        return isinstance(value.target, OpOverload) and generates_code_for(value.target)
 
     def _insert_and_drop(self, value: fx.Node, target: Any, place: Place, *args: Any) -> int:
         """Inserts ``target(place, *args)`` in the stead of ``value``."""
@@ -189,6 +205,12 @@ class _Sinking:
         source = view.all_input_nodes[0]
         self.graph.erase_node(view)
         return source
+
+
+def _behind_any_views(value: fx.Node) -> fx.Node:
+    while value.op == "call_function" and is_view(value):
+        value = value.all_input_nodes[0]
+    return value
 
 
 def _operator(value: fx.Node) -> str:

@@ -28,6 +28,7 @@ _LIBRARY = torch.library.Library("vescale", "DEF")
 _in_flight: dict[int, Pending] = {}
 
 
+@torch.no_grad()
 def _all_gather(shard: Tensor, unit: int, world_size: int, group: str) -> Tensor:
     """Gathers ``shard`` [S] of every rank into [world_size * S]. ``unit`` only names the graph input."""
     full = shard.new_empty(shard.numel() * world_size)
@@ -35,6 +36,7 @@ def _all_gather(shard: Tensor, unit: int, world_size: int, group: str) -> Tensor
     return full
 
 
+@torch.no_grad()
 def _pack(
     grads: Sequence[Tensor], offsets: Sequence[int], views: Sequence[int], numel: int, dtype: torch.dtype, unit: int
 ) -> Tensor:
@@ -54,6 +56,7 @@ def _pack(
     return packed
 
 
+@torch.no_grad()
 def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str) -> Tensor:
     """Averages ``full`` [world_size * S] over the ranks, and over replicas, and returns this rank's [S]."""
     ranks = resolve_group(group)

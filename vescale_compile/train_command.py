@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from vescale_compile.examples.llama import SIZES
+from vescale_compile.examples.optimizers import RECIPES
 from vescale_compile.examples.text import standard_library
 from vescale_compile.examples.training import TrainSettings, train
 
@@ -24,7 +25,7 @@ CPU_RANKS = 2
 DEFAULT_TEMPERATURE = 0.7
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DEFAULT_LR = {"adamw": 3e-3, "sgd": 0.3}
+_LEARNING_RATES = ", ".join(f"{name}: {recipe.lr:g}" for name, recipe in RECIPES.items())
 SIZE_OPTIONS = ("layers", "dim", "heads", "kv_heads", "hidden_dim")
 
 
@@ -58,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--batch", type=_positive, default=8, metavar="N", help="windows a rank (%(default)s)")
     training.add_argument("--seq", type=_positive, default=128, metavar="N", help="bytes a window (%(default)s)")
     training.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="batches a step (1)")
-    training.add_argument("--optim", choices=DEFAULT_LR, default="adamw", help="(%(default)s)")
-    training.add_argument("--lr", type=_positive_float, metavar="X", help=f"peak learning rate {DEFAULT_LR}")
+    training.add_argument("--optim", choices=RECIPES, default="adamw", help="(%(default)s)")
+    training.add_argument("--lr", type=_positive_float, metavar="X", help=f"peak learning rate ({_LEARNING_RATES})")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
 
     output = parser.add_argument_group("output")
@@ -126,7 +127,7 @@ def settings_from(args: argparse.Namespace) -> TrainSettings:
         reshard=args.reshard is not False,
         param_dtype=PARAM_DTYPES[args.param_dtype or "fp32"],
         optim=args.optim,
-        lr=DEFAULT_LR[args.optim] if args.lr is None else args.lr,
+        lr=RECIPES[args.optim].lr if args.lr is None else args.lr,
         steps=args.steps,
         seconds=args.seconds,
         batch=args.batch,

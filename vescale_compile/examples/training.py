@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import vescale_compile as vc
 from vescale_compile.examples.evaluation import continuation, mean_loss
 from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.examples.optimizers import RECIPES
 from vescale_compile.examples.progress import Progress
 from vescale_compile.examples.text import Batch, batches, read_text
 
@@ -157,6 +158,7 @@ def prepare(settings: TrainSettings, device: torch.device) -> Training:
             mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
             reshard_after_forward=settings.reshard,
             mp_policy=vc.MixedPrecisionPolicy(param_dtype=settings.param_dtype),
+            granularity=RECIPES[settings.optim].granularity(),
         )
     model.to_empty(device=device)
     torch.manual_seed(settings.seed)
@@ -174,7 +176,7 @@ def optimize(
     settings: TrainSettings, training: Training, data: Iterator[Batch], report: Report, device: torch.device
 ) -> None:
     """Run the steps and fill in the report's curve and speed."""
-    optimizer = _optimizer(settings, training.model)
+    optimizer = RECIPES[settings.optim].build(training.model, settings.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, settings.steps))
     progress = Progress(settings.steps) if dist.get_rank() == 0 else None
     tokens_per_step = report.ranks * settings.batch * settings.seq * settings.accumulate
@@ -228,12 +230,6 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     return total
-
-
-def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
-    if settings.optim == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
 
 
 def learning_rate(step: int, steps: int) -> float:
