@@ -13,7 +13,7 @@ from vescale_compile.passes.summary import Direction, Entry, Kind
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-from profiling import profiled  # noqa: E402
+from profiling import profiled
 
 WORLD = 2
 LOWERINGS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]

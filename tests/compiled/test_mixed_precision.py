@@ -5,10 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_graphs import dump_of_one_step, final
 from torch import nn
 
 import vescale_compile as vc
+from vescale_compile.passes.context import Part
+from vescale_compile.passes.summary import Kind
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -60,13 +61,18 @@ def test_output_dtype_is_that_of_the_outputs():
 
 
 @on_ranks(2)
-def test_the_shard_is_cast_once_before_the_gather_and_reduced_in_reduce_dtype(tmp_path):
+def test_the_shard_is_cast_once_before_the_gather_and_reduced_in_reduce_dtype():
+    torch._dynamo.reset()
     policy = vc.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    dumps = dump_of_one_step(tmp_path, models.Uneven, 11, mp_policy=policy)
-    gathers = [line for line in final(dumps, "forward").splitlines() if "all_gather_into_tensor.default" in line]
-    reductions = [line for line in final(dumps, "backward").splitlines() if "reduce_scatter_tensor.default" in line]
-    assert [': "bf16[' in line for line in gathers] == [True] * 3
-    assert [': "f32[' in line for line in reductions] == [True] * 3
+    model = vc.fully_shard(models.build(models.Uneven), mp_policy=policy)
+    (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager"}).graphs
+    forward, backward = graph.parts[Part.FORWARD], graph.parts[Part.BACKWARD]
+    assert [entry.nbytes for entry in forward.entries if entry.kind is Kind.CAST] == [
+        unit.shard_bytes // 2 for unit in graph.units
+    ]
+    assert {slot.dtype for slot in forward.slots} == {str(BF16)}
+    assert forward.nbytes(Kind.ALL_GATHER) == sum(unit.shard_bytes for unit in graph.units)  # half of two shards
+    assert backward.nbytes(Kind.REDUCE_SCATTER) == 2 * sum(unit.shard_bytes for unit in graph.units)
 
 
 @on_ranks(2)
