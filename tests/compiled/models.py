@@ -77,13 +77,13 @@ def hf_llama() -> nn.Module:
     return HuggingFace(LlamaForCausalLM(config))
 
 
-def hf_gpt_oss() -> nn.Module:
+def hf_gpt_oss(layers: int = 2) -> nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -94,6 +94,11 @@ def hf_gpt_oss() -> nn.Module:
         sliding_window=8,
     )
     return HuggingFace(GptOssForCausalLM(config))
+
+
+def hf_gpt_oss_of_one_layer() -> nn.Module:
+    """Compiles in half of the time."""
+    return hf_gpt_oss(layers=1)
 
 
 def build(model: Model, seed: int = 0) -> nn.Module:

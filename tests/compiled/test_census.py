@@ -16,7 +16,11 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from profiling import profiled
 
 WORLD = 2
-LOWERINGS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+CASES = [
+    ("llama", 64, "eager"),
+    ("Uneven", 11, "eager"),
+    pytest.param("Uneven", 11, "inductor", marks=pytest.mark.slow),
+]
 
 
 def counted(name: str, lowering: str, vocab: int, **shard_options):
@@ -37,8 +41,7 @@ def total(entries: list[Entry], *kinds: Kind) -> int:
     return sum(entry.nbytes for entry in entries if entry.kind in kinds)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize(("name", "vocab"), [("llama", 64), ("Uneven", 11)])
+@pytest.mark.parametrize(("name", "vocab", "lowering"), CASES)
 @on_ranks(WORLD, deadline_s=300)
 def test_copies_and_collectives_of_a_step(name, vocab, lowering):
     entries, profile = counted(name, lowering, vocab)

@@ -1,5 +1,6 @@
 """Communication beside computation: what is launched when, and that lowering keeps it."""
 
+import functools
 import re
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
+from vescale_compile.backend import vescale
 from vescale_compile.cost import PRESETS
 from vescale_compile.passes.context import GraphError, Part
+from vescale_compile.report import GraphReport
 
 SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
 
@@ -87,22 +90,18 @@ def test_an_option_that_makes_no_sense_is_refused(option, value):
 
 @pytest.mark.slow
 def test_generated_code_launches_and_waits_in_the_order_of_the_schedule():
+    torch._dynamo.reset()
+    reports: list[GraphReport] = []
+    backend = functools.partial(vescale, options={"cluster": SLOW_WIRE}, on_compiled=reports.append)
     with fake_world(2):
-        graph = explained(lowering="inductor", cluster=SLOW_WIRE)
-        torch._dynamo.reset()
-        model = vc.fully_shard(models.build(deep))
-        call = torch.compile(model, backend="vescale", options={"cluster": SLOW_WIRE})
+        call = torch.compile(vc.fully_shard(models.build(deep)), backend=backend)
         _, codes = run_and_get_code(lambda: call(*models.batches(1, 11)[0]).backward())
     event = r"torch\.ops\.vescale\.(start|wait)_(all_gather|reduce_scatter)\.default\(.*?(\d+)(?:, '.*)?\)$"
     roles = {"start": "launch", "wait": "wait"}
-    names = [unit.name for unit in graph.units]
-    generated = [
-        tuple(
-            f"{roles[role]} {kind} of {names[int(unit)]}" for role, kind, unit in re.findall(event, code, re.MULTILINE)
-        )
-        for code in codes
-    ]
-    assert generated == [graph.parts[Part.FORWARD].schedule, graph.parts[Part.BACKWARD].schedule]
+    names = [unit.name for unit in reports[0].units]
+    calls = [re.findall(event, code, re.MULTILINE) for code in codes]
+    generated = [tuple(f"{roles[role]} {kind} of {names[int(unit)]}" for role, kind, unit in each) for each in calls]
+    assert generated == [reports[0].parts[part].schedule for part in (Part.FORWARD, Part.BACKWARD)]
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
