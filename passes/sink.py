@@ -9,9 +9,9 @@ computes it, and that is told to write into the gradient's place:
 - with eager lowering, any operator that has an ``out=`` form, by that.
 
 What remains is copied, once, and recorded: gradients that something else reads too, that are inputs of the graph,
-or that operators compute which can't be told where to write (convolutions, attention); and products whose place is
-not aligned, where libraries are slower and round otherwise. A gradient of another dtype
-than the reduction's is cast on the way.
+or that operators compute which can't be told where to write (convolutions, attention); products whose place is not
+aligned, where libraries are slower and round otherwise; and sums (of biases and norms), which Inductor's kernels store
+before they place them. A gradient of another dtype than the reduction's is cast on the way.
 """
 
 from __future__ import annotations
