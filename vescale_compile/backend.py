@@ -30,6 +30,7 @@ from .torch_internals import (
     KeptOrder,
     WrappedPartitioner,
     aot_compile,
+    forget_mutation_regions,
     inductor_compile,
     inductor_compile_inner,
     run_boxed,
@@ -101,6 +102,7 @@ def _lower_inductor(
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
         part = Part.BACKWARD if kwargs.get("is_backward") else part
         slots = _run_partitioned(gm, context, part, dump)
+        forget_mutation_regions(gm.graph)
         examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
         return add_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
 
@@ -110,9 +112,10 @@ def _lower_inductor(
         inner_compile=compile_part,
         config_patches={
             "custom_partitioner_fn": _partitioner(captured.context, dump),
-            # The schedule is ours.
+            # The schedule is ours: what reads a slot must not move behind its next launch.
             "post_grad_custom_post_pass": KeptOrder(ordered_nodes),
             "reorder_for_peak_memory": False,
+            "reorder_for_locality": False,
         },
     )
 

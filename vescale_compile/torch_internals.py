@@ -146,6 +146,16 @@ class WrappedPartitioner(CustomPartitionerFn):
         return str, (self._identity,)  # what Inductor's cache key sees of it
 
 
+def forget_mutation_regions(graph: fx.Graph) -> None:
+    """Has Inductor's graph passes look again where a graph writes to memory.
+
+    They don't move a node across such a place, but keep what they found out on nodes: before the graph was
+    partitioned, when nothing wrote anywhere.
+    """
+    for node in graph.nodes:
+        node.meta.pop("mutation_region_id", None)
+
+
 class KeptOrder(CustomGraphPass):
     """The last pass on a graph that Inductor lowers: has the scheduler keep the order of some of its nodes.
 

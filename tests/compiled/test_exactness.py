@@ -1,11 +1,14 @@
 """Training through the backend gives the numbers of the unsharded model."""
 
+import functools
+
 import models
 import pytest
 import torch
 from ranks import on_ranks
 
 import vescale_compile as vc
+from vescale_compile.examples.llama import SIZES, Llama
 
 STEPS = 10
 LANGUAGE_MODELS = ["llama", "hf_llama", "hf_gpt_oss"]
@@ -49,6 +52,18 @@ def test_inductor_lowering_is_within_rounding_of_inductor_unsharded(name):
     loss, params = compare(name, "inductor", "inductor", 64)
     assert loss < 1e-5
     assert params < 1e-5
+
+
+@pytest.mark.slow
+@on_ranks(2, deadline_s=300)
+def test_inductor_lowering_infers_what_the_unsharded_model_does():
+    """Deep enough for slots to change hands while Inductor could still move what reads them."""
+    torch._dynamo.reset()
+    build = functools.partial(Llama, SIZES["small"])
+    call = torch.compile(vc.fully_shard(models.build(build)), backend="vescale", dynamic=False)
+    tokens = models.batches(1, 200, shape=(1, 128))[0][0]
+    with torch.no_grad():
+        torch.testing.assert_close(call(tokens), models.build(build)(tokens), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
