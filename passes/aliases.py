@@ -36,6 +36,16 @@ def bases_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return bases
 
 
+def touches_of(graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each piece of memory, the nodes that read or write it, in order; views don't."""
+    touched: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if not is_view(node):
+            for base in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
+                touched.setdefault(base, []).append(node)
+    return touched
+
+
 def written_by(node: fx.Node) -> list[fx.Node]:
     """Arguments that the node's operator writes to."""
     return [arg for arg, written in _aliasing_arguments(node) if written]

@@ -16,8 +16,8 @@ from torch import fx
 
 from ..runtime.pool import SlotSpec
 from ..torch_internals import fake_mode_of
-from .aliases import bases_of, is_view
-from .context import CompileContext, buffer_of
+from .aliases import bases_of, touches_of
+from .context import CompileContext, buffer_of, marked_buffer
 from .edit import call, order_of
 from .summary import SlotUse, Tenant
 
@@ -64,23 +64,17 @@ def assign(gm: fx.GraphModule, context: CompileContext) -> None:
 
 def lifetimes(graph: fx.Graph) -> list[Lifetime]:
     """Of the communication buffers that live within the graph, in its order."""
-    bases, order = bases_of(graph), order_of(graph)
-    touched: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if not is_view(node) or node.op == "output":
-            for arg in node.all_input_nodes:
-                if buffer_of(bases[arg]) is not None:
-                    touched.setdefault(bases[arg], []).append(node)
+    order = order_of(graph)
     return [
         Lifetime(buffer, order[users[0]], order[users[-1]])
-        for buffer, users in touched.items()
-        if users[-1].op != "output" and buffer.meta["val"].numel() > 0
+        for buffer, users in touches_of(graph, bases_of(graph)).items()
+        if buffer_of(buffer) is not None and users[-1].op != "output" and buffer.meta["val"].numel() > 0
     ]
 
 
-def slots_of(graph: fx.Graph) -> tuple[SlotSpec, ...]:
-    """The slots that :func:`assign` would give the graph."""
-    return tuple(slot.spec for slot in _share(lifetimes(graph)))
+def slots_for(buffers: Sequence[Lifetime]) -> tuple[SlotSpec, ...]:
+    """The slots that :func:`assign` would give buffers with these lifetimes."""
+    return tuple(slot.spec for slot in _share(buffers))
 
 
 def _share(buffers: Sequence[Lifetime]) -> list[_Tenants]:
@@ -102,8 +96,7 @@ def _describe(slot: _Tenants, context: CompileContext) -> SlotUse:
     size = slot.dtype.itemsize
     tenants = []
     for lifetime in sorted(slot.lifetimes, key=lambda each: each.first):
-        buffer = buffer_of(lifetime.node)
-        assert buffer is not None
+        buffer = marked_buffer(lifetime.node)
         what = f"{buffer.use.value} of {context.units[buffer.unit].name}"
         tenants.append(Tenant(what, lifetime.numel * size, lifetime.first, lifetime.last))
     return SlotUse(str(slot.dtype), slot.lifetimes[0].numel * size, tuple(tenants))

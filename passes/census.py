@@ -13,7 +13,7 @@ from torch import fx
 
 from .aliases import bases_of
 from .context import ALL_GATHER, CompileContext, Copied, Role, Use, buffer_of, comm_of
-from .edit import value_of
+from .edit import nbytes_of, value_of
 from .expand import CASTS
 from .summary import Direction, Entry, Kind
 
@@ -33,18 +33,18 @@ def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileConte
     buffer = buffer_of(node)
     if buffer is not None and not node.all_input_nodes:
         direction = Direction.GATHER if buffer.use is Use.PARAMETERS else Direction.REDUCE
-        yield Entry(Kind.BUFFER, direction, context.units[buffer.unit].name, _nbytes(node), buffer.use.value)
+        yield Entry(Kind.BUFFER, direction, context.units[buffer.unit].name, nbytes_of(node), buffer.use.value)
     mark = node.meta.get("vescale")
     if isinstance(mark, Copied):
         unit = context.units[mark.unit].name
-        yield Entry(_copy_or_cast(node.args[1], node), Direction.REDUCE, unit, _nbytes(node), mark.why)
+        yield Entry(_copy_or_cast(node.args[1], node), Direction.REDUCE, unit, nbytes_of(node), mark.why)
     if comm is None:
         yield from _movements(node, bases, context)
 
 
 def _collective(node: fx.Node, gathers: bool, unit: str) -> Iterator[Entry]:
     if not gathers:
-        yield Entry(Kind.REDUCE_SCATTER, Direction.REDUCE, unit, _nbytes(node.args[0]), "gradients")
+        yield Entry(Kind.REDUCE_SCATTER, Direction.REDUCE, unit, nbytes_of(node.all_input_nodes[0]), "gradients")
         return
     shard, full = (value_of(arg) for arg in node.all_input_nodes[:2])
     assert shard is not None and full is not None
@@ -66,7 +66,7 @@ def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileCon
             continue
         gathers = buffer.use is Use.PARAMETERS
         why = "by the program itself" if gathers else "to the shard's dtype"
-        nbytes = _nbytes(source if kinds[node.target] is Kind.CONCATENATION else node)
+        nbytes = nbytes_of(source if kinds[node.target] is Kind.CONCATENATION else node)
         direction = Direction.GATHER if gathers else Direction.REDUCE
         yield Entry(kinds[node.target], direction, context.units[buffer.unit].name, nbytes, why)
 
@@ -74,9 +74,3 @@ def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileCon
 def _copy_or_cast(source: fx.node.Argument, copy: fx.Node) -> Kind:
     assert isinstance(source, fx.Node)
     return Kind.COPY if source.meta["val"].dtype == copy.meta["val"].dtype else Kind.CAST
-
-
-def _nbytes(node: fx.node.Argument) -> int:
-    assert isinstance(node, fx.Node)
-    value = value_of(node)
-    return value.numel() * value.itemsize if value is not None else 0

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from ..cost import Cluster
 from ..runtime.pool import SlotSpec
 from ..runtime.unshard import CommSpec, ParamView
-from ..schedule import Scheduled
 from .summary import SlotUse, Summary
 
 
@@ -85,12 +84,18 @@ def buffer_of(node: fx.Node) -> Buffer | None:
     return mark if isinstance(mark, Buffer) else None
 
 
+def marked_buffer(node: fx.Node) -> Buffer:
+    """:func:`buffer_of` a node that is known to be one."""
+    mark = buffer_of(node)
+    assert mark is not None
+    return mark
+
+
 @dataclass(frozen=True)
 class Copied:
     """What a node is that copies a gradient into its place, under ``node.meta["vescale"]``."""
 
     unit: int
-    param: int  # index among the unit's views
     why: str
 
 
@@ -113,6 +118,10 @@ class GraphUnit:
     views: tuple[ParamView, ...]
     comm: CommSpec
     reshard_after_forward: bool
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.shard.numel() * self.shard.itemsize
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,6 @@ class CompileContext:
         collectives: each verified graph's collectives, in order, one line each.
         slots: each graph's static memory, in the order of the inputs that the assign pass appends.
         slot_uses: what lies in each of them.
-        predicted: the schedule of each graph that has collectives, and what it should do.
         summaries: what is known of each final graph.
         part: which graph the partitioned passes are working on.
     """
@@ -158,7 +166,6 @@ class CompileContext:
     collectives: dict[Part, list[str]] = field(default_factory=dict)
     slots: dict[Part, tuple[SlotSpec, ...]] = field(default_factory=dict)
     slot_uses: dict[Part, tuple[SlotUse, ...]] = field(default_factory=dict)
-    predicted: dict[Part, Scheduled] = field(default_factory=dict)
     summaries: dict[Part, Summary] = field(default_factory=dict)
     part: Part | None = None
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..torch_internals import fake_mode_of
 
@@ -36,6 +36,15 @@ def value_of(node: fx.Node) -> Tensor | None:
     """The node's example value, if its result is one tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of the node's results; those of unknown sizes are not counted."""
+    return sum(
+        value.numel() * value.dtype.itemsize if isinstance(value.numel(), int) else 0
+        for value in tree_leaves(node.meta.get("val"))
+        if isinstance(value, Tensor)
+    )
 
 
 def allocate(graph: fx.Graph, numel: int, *, like: Tensor, mark: object) -> fx.Node:

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
+from torch import fx
 
 from ..runtime import ops
 from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view
 from .context import CompileContext, Lowering, Part, Use, buffer_of
-from .edit import order_of
+from .edit import nbytes_of, order_of
 from .summary import Peak
 
 
@@ -48,10 +46,10 @@ def _live(
     live: Counter[str] = Counter()
     for node, place in order.items():
         for born in births.get(place, ()):
-            live[_kind(born)] += _nbytes(born)
+            live[_kind(born)] += nbytes_of(born)
         yield node, live
         for dead in deaths.get(place, ()):
-            live[_kind(dead)] -= _nbytes(dead)
+            live[_kind(dead)] -= nbytes_of(dead)
 
 
 def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
@@ -67,7 +65,7 @@ def _is_memory(node: fx.Node, context: CompileContext) -> bool:
         in_slot = any(buffer_of(user) is not None for user in node.users)
         is_shard = any(user.target is ops.start_all_gather for user in node.users)
         return not in_slot and not is_shard
-    if node.op != "call_function" or not _nbytes(node):
+    if node.op != "call_function" or not nbytes_of(node):
         return False
     if buffer_of(node) is not None:
         return not node.all_input_nodes  # else it lies in a slot
@@ -75,17 +73,15 @@ def _is_memory(node: fx.Node, context: CompileContext) -> bool:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload) or not generates_code_for(node.target):
+    if not generates_code_for(node.target):
         return False
     readers = list(node.users)
     while readers:
         reader = readers.pop()
         if is_view(reader):
             readers.extend(reader.users)
-        elif (
-            reader.op == "output" or not isinstance(reader.target, OpOverload) or not generates_code_for(reader.target)
-        ):
-            return False
+        elif not generates_code_for(reader.target):
+            return False  # the output of the graph, or an operator of a library
     return True
 
 
@@ -93,12 +89,4 @@ def _kind(node: fx.Node) -> str:
     mark = buffer_of(node)
     if mark is None:
         return "activations"
-    return {Use.PARAMETERS: "parameters", Use.REDUCED: "gradients"}.get(mark.use, "gradients")
-
-
-def _nbytes(node: fx.Node) -> int:
-    return sum(
-        value.numel() * value.dtype.itemsize if isinstance(value.numel(), int) else 0
-        for value in tree_leaves(node.meta.get("val"))
-        if isinstance(value, Tensor)
-    )
+    return "parameters" if mark.use is Use.PARAMETERS else "gradients"

@@ -24,17 +24,16 @@ from ..schedule import (
     Launch,
     Run,
     Schedule,
-    Scheduled,
     TaskGraph,
     Transfer,
     find_schedule,
     least_peak,
 )
 from ..torch_internals import generates_code_for
-from .aliases import bases_of, is_view
-from .assign import lifetimes, slots_of
-from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of, comm_of, fail
-from .edit import order_of
+from .aliases import bases_of, is_view, touches_of
+from .assign import lifetimes, slots_for
+from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of, comm_of, fail, marked_buffer
+from .edit import nbytes_of, order_of
 from .expand import CASTS
 from .memory import peak_of
 
@@ -75,25 +74,24 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     if not collectives or not segments:
         return
     tasks = _task_graph(gm.graph, context, collectives, segments)
-    found = _find(tasks, gm.graph, context, collectives, segments)
-    context.predicted[context.part] = found
+    _schedule(tasks, gm.graph, context, collectives, segments)
 
 
-def _find(
+def _schedule(
     tasks: TaskGraph,
     graph: fx.Graph,
     context: CompileContext,
     collectives: Sequence[Collective],
     segments: Sequence[list[fx.Node]],
-) -> Scheduled:
-    """The schedule, with the graph's nodes moved to match. Slots are never as full as they are large, and other graphs'
-    slots are there too: while all together exceed the budget, the schedule gets less."""
+) -> None:
+    """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large, and other
+    graphs' slots are there too: while all together exceed the budget, the schedule gets less."""
     least = least_peak(tasks)
     budget = context.memory_budget
     if budget is None:
         budget = least + _room(tasks)
     limit = budget
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         try:
             found = find_schedule(tasks, limit)
         except BudgetError as error:
@@ -101,22 +99,22 @@ def _find(
             fail(context, None, f"{context.part.value}: {error}")
         _move(graph, found.schedule, collectives, segments)
         excess = _planned_bytes(graph, context) - budget
-        if excess <= 0 or limit == least or attempt == _ATTEMPTS - 1:
-            break
+        if excess <= 0 or limit == least:
+            return
         limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
-    return found
 
 
 def _planned_bytes(graph: fx.Graph, context: CompileContext) -> int:
     """What a step will take: slots of this graph and of those before it, and the fullest moment of any."""
-    slotted = {lifetime.node for lifetime in lifetimes(graph)}
+    buffers = lifetimes(graph)
     peaks = [summary.peak.nbytes for summary in context.summaries.values()]
-    slots = [*context.slots.values(), slots_of(graph)]
-    return _shard_bytes(context) + pooled_bytes(slots) + max([peak_of(graph, context, slotted).nbytes, *peaks])
+    slots = [*context.slots.values(), slots_for(buffers)]
+    own = peak_of(graph, context, {buffer.node for buffer in buffers})
+    return _shard_bytes(context) + pooled_bytes(slots) + max([own.nbytes, *peaks])
 
 
 def _shard_bytes(context: CompileContext) -> int:
-    return sum(unit.shard.numel() * unit.shard.itemsize for unit in context.units)
+    return sum(unit.shard_bytes for unit in context.units)
 
 
 def _room(tasks: TaskGraph) -> int:
@@ -127,12 +125,7 @@ def _room(tasks: TaskGraph) -> int:
 
 def collectives_of(graph: fx.Graph) -> list[Collective]:
     """The collectives of a graph, in the order of their launches."""
-    bases = bases_of(graph)
-    touched: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if not is_view(node) and comm_of(node) is None:
-            for buffer in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
-                touched.setdefault(buffer, []).append(node)
+    touched = touches_of(graph, bases_of(graph))
     waits = {
         (comm.kind, comm.unit): node
         for node in graph.nodes
@@ -144,8 +137,8 @@ def collectives_of(graph: fx.Graph) -> list[Collective]:
         if comm is None or comm.role is Role.WAIT:
             continue
         buffers = [arg for arg in node.all_input_nodes if buffer_of(arg) is not None]
-        nodes = touched.get(buffers[0], [])
-        reduced = [user for buffer in buffers[1:] for user in touched.get(buffer, ())]
+        nodes = [each for each in touched[buffers[0]] if comm_of(each) is None]
+        reduced = [user for buffer in buffers[1:] for user in touched[buffer]]
         found.append(
             Collective(
                 comm.kind,
@@ -198,8 +191,8 @@ def _task_graph(
 
 
 def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:
-    full = _nbytes(each.buffers[0])
-    scratch = sum(_nbytes(buffer) for buffer in each.buffers[1:] if _use(buffer) is Use.SCRATCH)
+    full = nbytes_of(each.buffers[0])
+    scratch = sum(nbytes_of(buffer) for buffer in each.buffers[1:] if marked_buffer(buffer).use is Use.SCRATCH)
     cost = collective_cost(context.cluster, each.kind, full)
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
@@ -220,7 +213,7 @@ def _move(
 ) -> None:
     """Puts launches and waits where the schedule has them, and the buffers before their launches."""
     output = next(iter(reversed(graph.nodes)))
-    after = output if not segments else segments[0][0]
+    after = segments[0][0]
     order = order_of(graph)
     for instruction in schedule.instructions:
         if isinstance(instruction, Run):
@@ -238,17 +231,6 @@ def _move(
                 after.prepend(each.wait)
                 for cast in each.casts:
                     after.prepend(cast)
-
-
-def _use(node: fx.Node) -> Use:
-    buffer = buffer_of(node)
-    assert buffer is not None
-    return buffer.use
-
-
-def _nbytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.itemsize
 
 
 def ordered_nodes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:

@@ -35,7 +35,7 @@ class Place:
     Attributes:
         buffer: the node that is the whole buffer.
         offset: of the first element.
-        unit, param: whose gradient belongs there: a unit's ordinal, and an index among its views.
+        unit: whose gradient belongs there, by its ordinal.
         shape: in which the elements lie contiguously.
         steps: views to take of that, one after another.
         layout: a meta tensor laid out like the result.
@@ -44,15 +44,14 @@ class Place:
     buffer: fx.Node
     offset: int
     unit: int
-    param: int
     shape: tuple[int, ...]
     steps: tuple[tuple[OpOverload, tuple[Any, ...]], ...]
     layout: Tensor
 
     @staticmethod
-    def of(buffer: fx.Node, offset: int, unit: int, param: int, shape: torch.Size) -> Place:
+    def of(buffer: fx.Node, offset: int, unit: int, shape: torch.Size) -> Place:
         layout = torch.empty(shape, dtype=buffer.meta["val"].dtype, device="meta")
-        return Place(buffer, offset, unit, param, tuple(shape), (), layout)
+        return Place(buffer, offset, unit, tuple(shape), (), layout)
 
     def before(self, view: fx.Node) -> Place | None:
         """Where the argument of ``view`` must be written for its result to lie here; None if it is no view, or if

@@ -59,7 +59,7 @@ def _replace_pack(pack: fx.Node, context: CompileContext) -> None:
     sinking = _Sinking(graph, context, order_of(graph), {grad for grad, n in Counter(grads).items() if n > 1})
     for grad, offset, view in zip(grads, offsets, views, strict=True):
         shape = torch.Size(context.units[unit].views[view].shape)
-        sinking.write(grad, Place.of(buffer, offset, unit, view, shape))
+        sinking.write(grad, Place.of(buffer, offset, unit, shape))
     order = order_of(graph)
     min(buffer.users, key=order.__getitem__).prepend(buffer)
 
@@ -183,13 +183,12 @@ class _Sinking:
         with self.graph.inserting_before((last_input if value.op == "placeholder" else value).next):
             copy = call(self.graph, _aten.copy_.default, place.insert(), value)
         source = _behind_any_views(value)
-        generated = isinstance(source.target, OpOverload) and generates_code_for(source.target)
-        if not shared and self.context.lowering is Lowering.INDUCTOR and generated:
+        if not shared and self.context.lowering is Lowering.INDUCTOR and generates_code_for(source.target):
             assert isinstance(source.target, OpOverload)
             if source.target.overloadpacket.__name__ not in _REDUCTIONS:
                 return self.order[value]  # the store of a generated kernel is no copy
             why = "a generated reduction, which is stored before it is placed"
-        copy.meta["vescale"] = Copied(place.unit, place.param, _SHARED if shared else why)
+        copy.meta["vescale"] = Copied(place.unit, _SHARED if shared else why)
         return self.order[value]
 
     def _insert_and_drop(self, value: fx.Node, target: Any, place: Place, *args: Any) -> int:

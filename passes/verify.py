@@ -32,6 +32,7 @@ from .context import (
     buffer_of,
     comm_of,
     fail,
+    marked_buffer,
 )
 from .expand import CASTS
 
@@ -75,7 +76,7 @@ class _Execution:
             else:
                 self._wait(node, comm)
         for buffer, state in self.held.values():
-            if state is _State.IN_FLIGHT and self._mark(buffer).use in (Use.PARAMETERS, Use.GRADIENTS):
+            if state is _State.IN_FLIGHT and marked_buffer(buffer).use in (Use.PARAMETERS, Use.GRADIENTS):
                 fail(self.context, buffer, f"the collective on the {self._name(buffer)} has no wait")
         return launches
 
@@ -100,7 +101,7 @@ class _Execution:
                 fail(
                     self.context, node, f"a wait for no launch: no collective is in flight on the {self._name(buffer)}"
                 )
-            spent = self._mark(buffer).use in (Use.GRADIENTS, Use.SCRATCH)
+            spent = marked_buffer(buffer).use in (Use.GRADIENTS, Use.SCRATCH)
             self.held[self._memory(buffer)] = (buffer, _State.SPENT if spent else _State.READY)
 
     def _compute(self, node: fx.Node) -> None:
@@ -160,13 +161,8 @@ class _Execution:
         """What lies in the buffer's memory; the buffer itself, undefined, if nothing ever did."""
         return self.held.get(self._memory(buffer), (buffer, _State.UNDEFINED))
 
-    def _mark(self, buffer: fx.Node) -> Buffer:
-        mark = buffer_of(buffer)
-        assert mark is not None
-        return mark
-
     def _name(self, buffer: fx.Node) -> str:
-        mark = self._mark(buffer)
+        mark = marked_buffer(buffer)
         return f"{mark.use.value} of unit {self.context.units[mark.unit].name}"
 
 

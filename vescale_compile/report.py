@@ -50,7 +50,7 @@ class GraphReport:
             UnitReport(
                 unit.name,
                 len(unit.views),
-                unit.shard.numel() * unit.shard.itemsize,
+                unit.shard_bytes,
                 unit.shard.numel() * unit.comm.world_size * unit.comm.param_dtype.itemsize,
                 unit.reshard_after_forward,
             )

@@ -178,8 +178,9 @@ _EXTERN_KERNELS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convol
 
 def generates_code_for(target: Any) -> bool:
     """Whether Inductor writes kernels for an operator itself, rather than calling PyTorch's."""
-    known = target in _lowering.lowerings and target not in _lowering.fallbacks
-    return known and target.overloadpacket.__name__ not in _EXTERN_KERNELS
+    if not isinstance(target, OpOverload) or target in _lowering.fallbacks:
+        return False
+    return target in _lowering.lowerings and target.overloadpacket.__name__ not in _EXTERN_KERNELS
 
 
 @functools.cache
