@@ -26,7 +26,7 @@ from typing import Any
 from processes import Ranks, RanksFailed
 from profiling import StepProfile
 from wire import Wire
-from worker import Check, Job, Memory, Step
+from worker import FirstStep, Job, Memory, Step
 from workload import Policy, Workload
 
 
@@ -69,7 +69,9 @@ class Result:
     final_loss: float | None = None
     """at the parameters after all steps, the mean over the ranks"""
     gradient_norm: float | None = None
-    """of the averaged gradient there"""
+    """of the averaged gradient of the first step"""
+    planned_bytes: int | None = None
+    """what the system promised that rank 0 would take, and the optimizer's states"""
     memory: list[Memory] = field(default_factory=list)
     profile: StepProfile | None = None
     """of one step of rank 0"""
@@ -190,31 +192,33 @@ class _Run:
         job = replace(self.ranks.job, start="warm")
         self.close()
         self.start(job)
-        self.result.warm_warmup_s = [_duration(self._ask("step")) for _ in range(warmup)]
+        self.result.warm_warmup_s = [_duration([first.step for first in self._ask("first_step")])]
+        self.result.warm_warmup_s += [_duration(self._ask("step")) for _ in range(warmup - 1)]
         self._ask("leave")
 
     def warm_up(self, steps: int) -> None:
-        for _ in range(steps):
-            self.result.warmup_s.append(_duration(self.step()))
+        firsts: list[FirstStep] = self._ask("first_step")
+        self.result.gradient_norm = firsts[0].gradient_norm
+        self.result.warmup_s.append(self._took([first.step for first in firsts]))
+        self.result.warmup_s += [self._took(self._ask("step")) for _ in range(steps - 1)]
         self._ask("start_measuring_memory")
 
     def timed_step(self) -> None:
-        steps = self.step()
-        self.result.steps_s.append(_duration(steps))
+        steps: list[Step] = self._ask("step")
+        self.result.steps_s.append(self._took(steps))
         self.result.steps_cpu_s.append(statistics.fmean(step.cpu for step in steps))
 
-    def step(self) -> list[Step]:
-        steps: list[Step] = self._ask("step")
+    def _took(self, steps: Sequence[Step]) -> float:
+        """Keeps the loss of a step that all ranks took, and returns its duration."""
         self.result.losses.append(statistics.fmean(step.loss for step in steps))
-        return steps
+        return _duration(steps)
 
     def finish(self) -> None:
         """All that is measured apart from the timed steps."""
         self.result.memory = self._ask("memory")
         self.result.profile = self._ask("profile")[0]
-        checks: list[Check] = self._ask("check")
-        self.result.final_loss = statistics.fmean(check.loss for check in checks)
-        self.result.gradient_norm = checks[0].gradient_norm
+        self.result.planned_bytes = self._ask("planned_bytes")[0]
+        self.result.final_loss = statistics.fmean(self._ask("loss"))
         self._ask("leave")
 
     def close(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import copies
 import inductor_kernels
 import torch
 import traffic
+from torch import Tensor, nn
 from torch._C._autograd import DeviceType
+from torch._subclasses.fake_tensor import is_fake
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 
@@ -24,6 +28,8 @@ class StepProfile:
     collectives: dict[str, traffic.Traffic]
     """by kind"""
     copies: copies.Copies
+    tensor_peak: int
+    """bytes of all tensors on the device at the fullest moment"""
     device_kernels: int | None
     """launched on the GPU, copies and collectives among them; None on a CPU"""
 
@@ -31,6 +37,7 @@ class StepProfile:
 def profiled(step: Callable[[], object], world_size: int, device: torch.device) -> StepProfile:
     """Calls ``step``, which must have run before, and says what it did."""
     on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else _tensor_bytes()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
@@ -55,5 +62,28 @@ def profiled(step: Callable[[], object], world_size: int, device: torch.device) 
     return StepProfile(
         traffic.count(nodes, world_size),
         copies.count(results.kineto_results.experimental_event_tree(), moves),
+        before + _highest_rise(results.kineto_results.events(), device),
         sum(event.device_type == DeviceType.CUDA for event in events) if on_gpu else None,
     )
+
+
+def _tensor_bytes() -> int:
+    """Of the CPU's tensors that exist now, each storage once."""
+    gc.collect()
+    with warnings.catch_warnings(action="ignore"):  # some modules warn when their attributes are looked at
+        tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and not is_fake(each)]
+    storages = [
+        each.untyped_storage() for each in tensors if each.device.type == "cpu" and each.layout is torch.strided
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _highest_rise(events: Sequence[Any], device: torch.device) -> int:
+    """How far allocations rose above where they stood at the start."""
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    live = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]" and event.device_type() == kind:
+            live += event.nbytes()
+            highest = max(highest, live)
+    return highest

@@ -11,7 +11,7 @@ from systems import OURS, SYSTEMS
 from workload import Policy
 
 MB = 1e6
-LOSSES, NORMS = "losses after the timed steps", "gradient norms there"
+LOSSES, NORMS = "losses after the timed steps", "gradient norms of the first step"
 """What systems are compared by"""
 HEADINGS = (
     "system",
@@ -21,6 +21,8 @@ HEADINGS = (
     "CPU ms",
     "peak MB",
     "steps MB",
+    "tensors MB",
+    "planned MB",
     "copied MB",
     "cast MB",
     "sent MB",
@@ -34,12 +36,13 @@ HEADINGS = (
 LEGEND = """\
 Step: median over the timed steps, each from the first rank's start to the last one's end; ÷: that, over ours;
 CPU: median CPU time of a rank. Peak: memory of the fullest rank above its baseline before the model was built,
-compilation included; steps: that of the timed steps alone. Of one profiled step of rank 0: bytes that copies, and
-casts apart, write from or to memory that collectives use; sent: what a rank must send at least; collectives: AG
-all-gathers, RS reduce-scatters, AR all-reduces, or the sends of one made of messages; kernels launched on a GPU.
-Compile: what the warm-up took longer than as many steps; warm: the same when started again, with the compiler's
-caches filled. Loss and gradient norm are those after the same number of steps on the same data. * marks the fastest
-configuration of one system."""
+compilation included; steps: that of the timed steps alone. Of one profiled step of rank 0: tensors at its fullest
+moment, parameters and optimizer states among them (planned: what the system promised before the first step, and the
+states); bytes that copies, and casts apart, write from or to memory that collectives use; sent: what a rank must send
+at least; collectives: AG all-gathers, RS reduce-scatters, AR all-reduces, or the sends of one made of messages; kernels
+launched on a GPU. Compile: what the warm-up took longer than as many steps; warm: the same when started again, with the
+compiler's caches filled. Final loss: after the same number of steps on the same data. Gradient norm: of the first step.
+* marks the fastest configuration of one system."""
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "send": "sends"}
 SECTIONS = {
     Policy.REPLICATED: ("Unsharded (every rank holds all parameters)", Policy.KEEP),
@@ -115,6 +118,8 @@ def _cells(result: Result, ours: Result | None, fastest: bool) -> list[str]:
         f"{1e3 * statistics.median(result.steps_cpu_s):.0f}",
         f"{result.peak_bytes / MB:.0f}",
         f"{max(memory.peak_of_steps - memory.baseline for memory in result.memory) / MB:.0f}",
+        f"{profile.tensor_peak / MB:.0f}",
+        "-" if result.planned_bytes is None else f"{result.planned_bytes / MB:.0f}",
         f"{profile.copies.copied_bytes / MB:.1f}",
         f"{profile.copies.cast_bytes / MB:.1f}",
         f"{sum(kind.sent_bytes for kind in traffic.values()) / MB:.1f}",

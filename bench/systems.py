@@ -32,6 +32,7 @@ class System:
         family: systems of one family are configurations of one, of which the fastest counts.
         reduces: whether ranks train one model together. One that does not is a yardstick, whose results differ.
         fakes: whether it runs on a process group whose collectives do nothing; DDP asks it for results.
+        planned_bytes: what it says that a step of a distributed model will take on a rank, optimizer states apart.
         default: whether it is measured when no systems are named.
     """
 
@@ -41,6 +42,7 @@ class System:
     family: str | None = None
     reduces: bool = True
     fakes: bool = True
+    planned_bytes: Callable[[nn.Module, tuple[Tensor, Tensor]], int] | None = None
     default: bool = True
 
 
@@ -85,6 +87,17 @@ def _vescale(model: nn.Module, workload: Workload, policy: Policy, *, lowering: 
     return torch.compile(model, backend="vescale", options={"lowering": lowering}, dynamic=False)
 
 
+def _planned(model: nn.Module, batch: tuple[Tensor, Tensor], *, lowering: str) -> int:
+    report = vc.explain(model, *batch, options={"lowering": lowering})
+    return max(graph.peak_bytes for graph in report.graphs)
+
+
+def _ours(name: str, lowering: str, *, default: bool = True) -> System:
+    distribute = functools.partial(_vescale, lowering=lowering)
+    planned = functools.partial(_planned, lowering=lowering)
+    return System(name, distribute, SHARDED, planned_bytes=planned, default=default)
+
+
 OURS = "vescale"
 
 SYSTEMS = {
@@ -97,7 +110,7 @@ SYSTEMS = {
         System("fsdp2-compile", functools.partial(_fsdp2, compiled=True), SHARDED),
         System("simplefsdp", functools.partial(simple_fsdp, bucketed=False), SHARDED, family="simplefsdp"),
         System("simplefsdp-bucketed", functools.partial(simple_fsdp, bucketed=True), SHARDED, family="simplefsdp"),
-        System(OURS, functools.partial(_vescale, lowering="inductor"), SHARDED),
-        System("vescale-eager-lowering", functools.partial(_vescale, lowering="eager"), SHARDED, default=False),
+        _ours(OURS, "inductor"),
+        _ours("vescale-eager-lowering", "eager", default=False),
     )
 }

@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -71,10 +72,10 @@ class Step(NamedTuple):
     loss: float
 
 
-class Check(NamedTuple):
-    """What the trained parameters give: this rank's loss, and the norm of the whole reduced gradient."""
+class FirstStep(NamedTuple):
+    """The first training step, and the norm of its whole reduced gradient."""
 
-    loss: float
+    step: Step
     gradient_norm: float
 
 
@@ -121,14 +122,24 @@ class Trainer:
         self.optimizer = job.workload.build_optimizer(self.model)
         self.batch = job.workload.build_batch(self.rank)
 
+    def first_step(self) -> FirstStep:
+        """As ``step``. Its gradients are those of parameters that all systems still have alike, and their norm shows
+        a wrong scale, which Adam would hide from the losses."""
+        norm = math.nan
+
+        def train() -> Tensor:
+            nonlocal norm
+            loss = self._gradients()
+            total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)
+            norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
+            self._update()
+            return loss
+
+        return FirstStep(self._timed(train), norm)
+
     def step(self) -> Step:
         """One training step, begun by all ranks together."""
-        dist.barrier()
-        self._synchronize()
-        start, cpu_start = time.monotonic(), time.process_time()
-        loss = self._train()
-        self._synchronize()
-        return Step(start, time.monotonic(), time.process_time() - cpu_start, loss.item())
+        return self._timed(self._train)
 
     def start_measuring_memory(self) -> None:
         """Forgets the peak so far, for ``memory`` to tell that of the steps to come."""
@@ -148,24 +159,41 @@ class Trainer:
         """What one more training step does."""
         return profiled(self._train, self.job.world_size, self.device)
 
-    def check(self) -> Check:
-        """Loss and gradient norm at the parameters as they are now, which it does not change."""
+    def planned_bytes(self) -> int | None:
+        """What the system said before the first step that a step would take, and the optimizer's states."""
+        plan = SYSTEMS[self.job.system].planned_bytes
+        if plan is None:
+            return None
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        local = [value.to_local() if isinstance(value, DTensor) else value for value in states]
+        return plan(self.model, self.batch) + sum(value.nbytes for value in local)
+
+    def loss(self) -> float:
+        """At the parameters as they are now, which it does not change."""
         loss = self._gradients()
-        # Adam hides a wrong scale of the gradients from the losses; their norm shows it.
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)
         self.optimizer.zero_grad()
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return Check(loss.item(), norm.item())
+        return loss.item()
 
     def leave(self) -> None:
         """Leaves the process group."""
         dist.destroy_process_group()
 
+    def _timed(self, train: Callable[[], Tensor]) -> Step:
+        dist.barrier()
+        self._synchronize()
+        start, cpu_start = time.monotonic(), time.process_time()
+        loss = train()
+        self._synchronize()
+        return Step(start, time.monotonic(), time.process_time() - cpu_start, loss.item())
+
     def _train(self) -> Tensor:
         loss = self._gradients()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
 
     def _gradients(self) -> Tensor:
         loss = self.forward(*self.batch)

@@ -141,6 +141,16 @@ def test_times_and_memory_are_measured_on_every_rank(run: Any) -> None:
 
 
 @pytest.mark.slow
+def test_tensors_of_a_step_are_counted_and_what_was_planned_is_shown(run: Any) -> None:
+    _, measured = run
+    # Parameters, two moments and gradients; a replica has them all, a rank of two half of them.
+    states = 4 * 4 * PARAMETERS
+    assert result(measured, "ddp", Policy.REPLICATED)["profile"]["tensor_peak"] >= states
+    ours = result(measured, "vescale-eager-lowering", Policy.RESHARD)
+    assert states / 2 <= ours["profile"]["tensor_peak"] == pytest.approx(ours["planned_bytes"], rel=0.1)
+
+
+@pytest.mark.slow
 def test_one_process_shows_what_a_rank_of_many_does(tmp_path: Path) -> None:
     options = ("--world", "8", "--systems", "fsdp2", "--policies", "keep")
     done, measured = compared(BENCH / "compare.py", tmp_path, *options)

@@ -32,7 +32,7 @@ def measured(system: str, policy: Policy = Policy.KEEP, seconds: float = 1.0, lo
         final_loss=loss,
         gradient_norm=1.0,
         memory=[Memory(10 * MB, 60 * MB, 40 * MB), Memory(10 * MB, 50 * MB, 45 * MB)],
-        profile=StepProfile({"all_gather": Traffic(3, 8 * MB, 4 * MB)}, Copies(7 * MB, 2 * MB), None),
+        profile=StepProfile({"all_gather": Traffic(3, 8 * MB, 4 * MB)}, Copies(7 * MB, 2 * MB), 30 * MB, None),
     )
 
 
@@ -53,7 +53,7 @@ def test_the_disagreement_is_the_largest_of_any_two_systems() -> None:
     results = [measured(name, loss=loss) for name, loss in (("ddp", 1.96), ("fsdp2", 2.0), ("vescale", 1.98))]
     assert disagreement(results) == {
         "losses after the timed steps": pytest.approx(0.02),
-        "gradient norms there": 0.0,
+        "gradient norms of the first step": 0.0,
     }
 
 
