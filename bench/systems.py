@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from communication import communication_alone
 from simple_fsdp import simple_fsdp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -104,6 +105,7 @@ SYSTEMS = {
     system.name: system
     for system in (
         System("compute-alone", _alone, (Policy.REPLICATED,), reduces=False),
+        System("communication-alone", communication_alone, SHARDED, reduces=False),
         System("ddp", functools.partial(_ddp, compiled=False), (Policy.REPLICATED,), fakes=False),
         System("ddp-compile", functools.partial(_ddp, compiled=True), (Policy.REPLICATED,), fakes=False),
         System("fsdp2", functools.partial(_fsdp2, compiled=False), SHARDED),

@@ -1,0 +1,89 @@
+"""The yardstick of communication: what a step sends, and nothing else.
+
+Each unit (a decoder layer, or the rest) is gathered before the forward and, if parameters are resharded, before the
+backward again; each is reduced after it. All gathers fly at once, and all reductions: no schedule is faster that
+must gather before it reduces.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from workload import Forward, Policy, Workload
+
+from vescale_compile.runtime import ops
+from vescale_compile.runtime.collectives import scratch_numel
+
+
+class _Unit(NamedTuple):
+    """Memory of one unit's collectives; S is a rank's share."""
+
+    shard: Tensor  # [S]
+    full: Tensor  # [world_size * S], gathered into and reduced from
+    reduced: Tensor  # [S]
+    scratch: Tensor
+
+
+def communication_alone(model: nn.Module, workload: Workload, policy: Policy) -> Forward:
+    """Returns a forward that gathers, with a backward that reduces. The loss is 0."""
+    units = _units(model, workload)
+    again = policy is Policy.RESHARD
+    anchor = torch.zeros((), device=workload.device, requires_grad=True)
+
+    def forward(tokens: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = _Exchange.apply(anchor, units, again)
+        return loss
+
+    return forward
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, units: list[_Unit], again: bool) -> Tensor:
+        ctx.units, ctx.again = units, again
+        _gather(units)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.again:
+            _gather(ctx.units)
+        _reduce(ctx.units)
+        return grads[0], None, None
+
+
+def _gather(units: list[_Unit]) -> None:
+    for number, unit in enumerate(units):
+        ops.start_all_gather(unit.shard, unit.full, number, _world().group_name)
+    for number, unit in enumerate(units):
+        ops.wait_all_gather(unit.full, number)
+
+
+def _reduce(units: list[_Unit]) -> None:
+    for number, (_, full, reduced, scratch) in enumerate(units):
+        ops.start_reduce_scatter(full, reduced, scratch, number, _world().group_name, "")
+    for number, (_, full, reduced, scratch) in enumerate(units):
+        ops.wait_reduce_scatter(full, reduced, scratch, number)
+
+
+def _units(model: nn.Module, workload: Workload) -> list[_Unit]:
+    ranks = _world().size()
+    layers = [sum(param.numel() for param in layer.parameters()) for layer in model.get_submodule("layers").children()]
+    rest = sum(param.numel() for param in model.parameters()) - sum(layers)
+    dtype = workload.mixed_precision.param_dtype or torch.float32
+    device = torch.device(workload.device)
+    units = []
+    for numel in (rest, *layers):
+        share = -(-numel // ranks)
+        sizes = (share, share * ranks, share, scratch_numel(share, device, _world()))
+        units.append(_Unit(*(torch.zeros(size, dtype=dtype, device=device) for size in sizes)))
+    return units
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
