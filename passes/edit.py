@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..torch_internals import fake_mode_of
+from ..torch_internals import fake_mode_of, size_hint
 
 
 def call(graph: fx.Graph, target: OpOverload, *args: Any, mark: object = None, **kwargs: Any) -> fx.Node:
@@ -39,9 +39,9 @@ def value_of(node: fx.Node) -> Tensor | None:
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of the node's results; those of unknown sizes are not counted."""
+    """Bytes of the node's results; of symbolic sizes, those at capture."""
     return sum(
-        value.numel() * value.dtype.itemsize if isinstance(value.numel(), int) else 0
+        size_hint(value.numel()) * value.dtype.itemsize
         for value in tree_leaves(node.meta.get("val"))
         if isinstance(value, Tensor)
     )

@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._ordered_set import OrderedSet
 
@@ -58,6 +59,15 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake tensor mode that the example values of a graph's nodes belong to."""
     values = (node.meta.get("val") for node in graph.nodes)
     return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
+
+# Renamed in PyTorch 2.13, where the older name warns.
+_hint_of = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint  # type: ignore[attr-defined]
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as it was when the graph was captured, with no guard added; 0 for one that only the data decides."""
+    return size if isinstance(size, int) else int(_hint_of(size, fallback=0))
 
 
 def mark_graph_input(placeholder: fx.Node, name: str) -> None:

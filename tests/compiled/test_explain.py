@@ -79,6 +79,22 @@ def test_the_peak_is_that_of_a_real_step(reshard):
     assert estimated == pytest.approx(most, rel=0.1)
 
 
+def test_sizes_that_are_symbols_count_as_at_capture():
+    peaks = []
+    with fake_world(2):
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            model = vc.fully_shard(models.build(models.llama))
+            batch = models.batches(1, 64)[0]
+            if dynamic:
+                for tensor in batch:
+                    torch._dynamo.mark_dynamic(tensor, 1)
+            (graph,) = vc.explain(model, *batch, options={"lowering": "eager"}).graphs
+            peaks.append({part: summary.peak.activations for part, summary in graph.parts.items()})
+    static, dynamic = peaks
+    assert dynamic == pytest.approx(static, rel=0.02) and static[Part.FORWARD] > 0
+
+
 @on_ranks(2)
 def test_slots_are_what_the_report_says_and_are_freed_with_the_graphs():
     import gc

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import FlopCounterMode
 
 from vescale_compile.cost.devices import Device
+from vescale_compile.torch_internals import size_hint
 
 _aten = torch.ops.aten
 
@@ -75,11 +76,11 @@ def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
     packet, args, kwargs = node.target.overloadpacket, _values(node.args), _values(node.kwargs)
     if node.target.name() == "vescale::matmul_into":
         out, a, *_ = args
-        return 2 * _hint(out.numel()) * _hint(a.shape[-1])
+        return 2 * size_hint(out.numel()) * size_hint(a.shape[-1])
     formula = formulas.get(_LIKE.get(packet, packet))
     if formula is None:
         return 0
-    count = _hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    count = size_hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
     return count // 2 if _argument(node, "is_causal") else count
 
 
@@ -179,8 +180,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors; what is expanded is counted once."""
     total = 0
     for tensor in tensors:
-        sizes = [_hint(size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if _hint(stride)]
-        total += math.prod(sizes) * tensor.element_size()
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        total += math.prod(size_hint(size) for size, stride in dims if size_hint(stride)) * tensor.element_size()
     return total
 
 
@@ -214,8 +215,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
-
-
-def _hint(size: Any) -> int:
-    """A size as it was when the graph was captured: reading it adds no guard."""
-    return size if isinstance(size, int) else int(size.node.hint)
