@@ -76,6 +76,24 @@ def agree_on_graph(buffers: Sequence[DBuffer], collectives: Sequence[str], *, de
             _agreed_graphs.add(key)
 
 
+def decided(buffers: Sequence[DBuffer], question: str, answer: str) -> str:
+    """The answer that the first rank to come to ``question`` gave: the same on every rank, whenever it asks.
+
+    For what all ranks must do alike but may see otherwise: a schedule rests on predicted times, and so on the sizes of
+    this rank's batch. Nobody waits for anybody, so a rank may compile again alone.
+
+    Args:
+        buffers: whose ranks must do alike; of several meshes, those of the largest.
+        question: equal on ranks that need one answer, and for the same graph only.
+        answer: this rank's own.
+    """
+    mesh = max((buffer.mesh for buffer in buffers), key=DeviceMesh.size)
+    if mesh.size() == 1 or dist.get_backend() == "fake":
+        return answer
+    key = f"vescale/{_name(mesh)}/decided/{hashlib.sha256(question.encode()).hexdigest()}"
+    return default_store().compare_set(key, "", answer).decode()
+
+
 def agree(
     mesh: DeviceMesh, what: str, lines: Sequence[str], *, remedy: str = _SAME_MODEL, deadline_s: float = DEADLINE_S
 ) -> None:
