@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -117,16 +118,25 @@ class Trainer:
         self._baseline = self._memory_now()
         self._peak = 0
         self.model = job.workload.build_model()
-        self.forward = SYSTEMS[job.system].distribute(self.model, job.workload, job.policy)
-        self.optimizer = job.workload.build_optimizer(self.model)
         self.batch = job.workload.build_batch(self.rank)
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Distributes the model as the system does, and makes its optimizer."""
+        workload = self.job.workload
+        self.forward = SYSTEMS[self.job.system].distribute(self.model, workload, self.job.policy)
+        self.optimizer = workload.build_optimizer(self.model)
 
     def step(self) -> Step:
         """One training step, begun by all ranks together."""
+        return self.timed(self._train)
+
+    def timed(self, work: Callable[[], Tensor]) -> Step:
+        """What ``work`` takes, which returns the step's loss, from when all ranks are there."""
         dist.barrier()
         self._synchronize()
         start, cpu_start = time.monotonic(), time.process_time()
-        loss = self._train()
+        loss = work()
         self._synchronize()
         return Step(start, time.monotonic(), time.process_time() - cpu_start, loss.item())
 
@@ -150,7 +160,7 @@ class Trainer:
 
     def check(self) -> Check:
         """Loss and gradient norm at the parameters as they are now, which it does not change."""
-        loss = self._gradients()
+        loss = self.gradients()
         # Adam hides a wrong scale of the gradients from the losses; their norm shows it.
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)
         self.optimizer.zero_grad()
@@ -162,12 +172,13 @@ class Trainer:
         dist.destroy_process_group()
 
     def _train(self) -> Tensor:
-        loss = self._gradients()
+        loss = self.gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
 
-    def _gradients(self) -> Tensor:
+    def gradients(self) -> Tensor:
+        """Forward and backward; returns the loss."""
         loss = self.forward(*self.batch)
         loss.backward()
         return loss.detach()
@@ -188,8 +199,8 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def serve(pipe: Connection, job: Job, rank: int) -> None:
-    """Obeys orders from the pipe until it is closed: names of Trainer's methods, answered by (done, result).
+def serve(pipe: Connection, kind: type[Trainer], job: Job, rank: int) -> None:
+    """Obeys orders from the pipe until it is closed: names of the trainer's methods, answered by (done, result).
 
     An exception is answered by (False, traceback) and ends the process: its system has failed.
     """
@@ -211,7 +222,7 @@ def serve(pipe: Connection, job: Job, rank: int) -> None:
         except EOFError:
             return
         try:
-            trainer = trainer or Trainer(job, rank)
+            trainer = trainer or kind(job, rank)
             answer: tuple[bool, Any] = (True, getattr(trainer, order)())
         except BaseException:
             pipe.send((False, traceback.format_exc()))
