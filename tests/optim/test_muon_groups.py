@@ -159,6 +159,22 @@ def test_the_granularity_cuts_stacks_between_experts_and_matrices_anywhere() -> 
         assert Muon.granularity("layers.0.experts.up", nn.Parameter(torch.zeros(8, 6, 10))) is None
 
 
+def test_experts_are_counted_against_the_ranks_that_shard_not_against_replicas() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.zeros(4, 6, 10))
+
+    def ends(replicas: int, shards: int) -> list[int]:
+        with fake_world(8):
+            mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+            layer = vc.fully_shard(Layer(), mesh=mesh, granularity=Muon.granularity)
+            return [stop for _, stop in layer.experts.placement.intervals((4, 6, 10))]
+
+    assert all(stop % 60 == 0 for stop in ends(2, 4))
+    assert any(stop % 60 for stop in ends(1, 8))
+
+
 WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "lr": ({"lr": -1.0}, "lr is -1.0; it must be at least 0"),
     "lr NaN": ({"lr": float("nan")}, "lr is nan"),

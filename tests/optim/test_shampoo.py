@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from muon_cases import give_grads, random_tensors, shard, whole
 from ranks import on_ranks, run_on_ranks
@@ -18,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import vescale_compile as vc
 from vescale_compile.optim import shampoo_step
+from vescale_compile.optim.gradients import UnusableGradients
 from vescale_compile.optim.shampoo import Shampoo
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -239,6 +241,37 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
         optimizer.step()
     after = [whole(t) for p in params for t in (p, *optimizer.state[p].values())]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("frequency", [1, 1000])
+def test_a_factor_that_overflows_on_one_rank_changes_nothing_on_any(frequency: int) -> None:
+    # With roots due in every step, and with none due for long after the first.
+    model, optimizer = sharded_model(frequency=frequency)
+    params = list(model.parameters())
+    train(optimizer, params, 0, 1)
+    grads = random_tensors([tuple(param.shape) for param in params], seed=1)
+    grads[2][-1, -1] = 1e25  # finite, its square is not
+    give_grads(params, grads)
+    holder = max(rank for rank, (a, b) in enumerate(params[2].placement.intervals(params[2].shape)) if b > a)
+    before = [whole(t).clone() for p in params for t in (p, *optimizer.state[p].values())]
+    me = dist.get_rank()
+    message = rf"\[rank {me}\] Shampoo: the gradient of parameter 'p2' .* factors that overflow.* on rank {holder}\."
+    with pytest.raises(UnusableGradients, match=message):
+        optimizer.step()
+    after = [whole(t) for p in params for t in (p, *optimizer.state[p].values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_first_step_that_fails_leaves_no_state() -> None:
+    params = plain([(6, 7)])
+    optimizer = shampoo(params, frequency=1)
+    give_grads(params, [torch.full((6, 7), 1e25)])
+    with pytest.raises(UnusableGradients, match=r"the gradient of a parameter of shape .* factors that overflow"):
+        optimizer.step()
+    assert not optimizer.state
+    train(optimizer, params, 0, 1)
+    assert optimizer.state[params[0]]["step"] == 1
 
 
 @on_ranks(2)
