@@ -134,6 +134,22 @@ def test_adamw_groups_step_as_torch_optim_adamw_does() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@on_ranks(2)
+def test_foreach_steps_adamw_groups_at_once_without_changing_bits() -> None:
+    shapes: list[tuple[int, ...]] = [(4, 4), (5,), (3, 7)]
+    stepped = []
+    for foreach in (True, False):
+        params = [shard(full, uneven(tuple(full.shape), seed=1)) for full in random_tensors(shapes, seed=0)]
+        groups = [{"params": params[:1], "algorithm": "muon"}, {"params": params[1:], "algorithm": "adamw"}]
+        optimizer = Muon(groups, foreach=foreach)
+        assert optimizer.param_groups[1]["foreach"] is foreach
+        for step in range(3):
+            give_grads(params, random_tensors(shapes, seed=step + 1))
+            optimizer.step()
+        stepped.append([whole(param) for param in params])
+    assert all(torch.equal(a, b) for a, b in zip(*stepped, strict=True))
+
+
 def test_a_group_added_later() -> None:
     first, second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
     optimizer = Muon([{"params": [first], "algorithm": "muon"}])

@@ -101,7 +101,7 @@ def _infinite(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
 def _all_finite(tensors: list[Tensor], device: torch.device) -> Tensor:
     """For each tensor whether all its elements are finite: [tensors], bool."""
     if device.type == "cpu":
-        # 35 times faster there than norms, for tensors of 1 MB. NaN, if there is one, is both least and largest.
+        # 10 times faster there than norms, for the gradients of a Llama of 30M. NaN is both the least and the largest.
         ends = torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)])
         return torch.isfinite(ends).view(-1, 2).all(1)
     # Elsewhere one kernel for all tensors, where ends would take one for each.
