@@ -22,20 +22,15 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import json
-import math
-import os
-import platform
-import shlex
 import signal
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import wire
 from harness import Plan, Result, measure
+from options import count, rate, seconds, write_record
 from report import disagreement, tables
 from systems import SYSTEMS
 from workload import MODELS, Policy, Workload
@@ -99,19 +94,19 @@ def _arguments() -> argparse.Namespace:
         metavar="NAME,...",
         help=f"of {', '.join(Policy)} (all)",
     )
-    parser.add_argument("--ranks", type=_count, default=2, help="processes for each system (%(default)s)")
-    parser.add_argument("--threads", type=_count, default=1, help="CPU threads of a rank (%(default)s)")
-    parser.add_argument("--world", type=_count, metavar="N", help="one process, as rank 0 of N; collectives do nothing")
-    parser.add_argument("--wire", type=_rate, metavar="RATE", help="ranks on two hosts joined at 2gbit, say; as root")
+    parser.add_argument("--ranks", type=count, default=2, help="processes for each system (%(default)s)")
+    parser.add_argument("--threads", type=count, default=1, help="CPU threads of a rank (%(default)s)")
+    parser.add_argument("--world", type=count, metavar="N", help="one process, as rank 0 of N; collectives do nothing")
+    parser.add_argument("--wire", type=rate, metavar="RATE", help="ranks on two hosts joined at 2gbit, say; as root")
     parser.add_argument("--model", choices=MODELS, default="30M", help="Llama, or with experts (%(default)s)")
-    parser.add_argument("--batch", type=_count, default=1, help="sequences of a rank (%(default)s)")
-    parser.add_argument("--seq", type=_count, default=256, help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--batch", type=count, default=1, help="sequences of a rank (%(default)s)")
+    parser.add_argument("--seq", type=count, default=256, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--dtype", choices=TOLERANCES, default="fp32", help="bf16: mixed precision (fp32)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU a rank (cpu)")
-    parser.add_argument("--steps", type=_count, default=10, help="timed steps (%(default)s)")
-    parser.add_argument("--warmup", type=_count, default=3, help="steps before them (%(default)s)")
+    parser.add_argument("--steps", type=count, default=10, help="timed steps (%(default)s)")
+    parser.add_argument("--warmup", type=count, default=3, help="steps before them (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (%(default)s)")
-    parser.add_argument("--deadline", type=_seconds, default=900.0, metavar="S", help="of any one step (%(default)s)")
+    parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one step (%(default)s)")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -162,25 +157,6 @@ def _policies(value: str) -> list[Policy]:
         raise argparse.ArgumentTypeError(f"{error}; there are {', '.join(Policy)}") from None
 
 
-def _count(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return int(value)
-
-
-def _rate(value: str) -> str:
-    if not wire.is_rate(value):
-        raise argparse.ArgumentTypeError(f"{value} is not a rate in bits per second, as 2gbit or 500mbit")
-    return value
-
-
-def _seconds(value: str) -> float:
-    seconds = float(value)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number of seconds")
-    return seconds
-
-
 def _setting(workload: Workload, plan: Plan) -> str:
     if plan.fake_world is not None:
         where = f"rank 0 of {plan.fake_world} on {workload.device}, collectives do nothing"
@@ -202,17 +178,13 @@ def _write(
     tolerance: float,
 ) -> None:
     measured: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "machine": {"platform": platform.platform(), "cpus": len(os.sched_getaffinity(0))},
         "workload": dataclasses.asdict(workload),
         "plan": dataclasses.asdict(plan),
         "results": [_record(result) for result in results],
         "relative_differences": differences,
         "tolerance": tolerance,
     }
-    path.write_text(json.dumps(measured, indent=2) + "\n")
+    write_record(path, measured)
 
 
 def _record(result: Result) -> dict[str, Any]:

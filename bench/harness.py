@@ -26,7 +26,7 @@ from typing import Any
 from processes import Ranks, RanksFailed
 from profiling import StepProfile
 from wire import Wire
-from worker import FirstStep, Job, Memory, Step
+from worker import FirstStep, Job, Memory, Step, Trainer
 from workload import Policy, Workload
 
 
@@ -119,7 +119,20 @@ def measure(
         plan: how many steps, on how many ranks.
         say: called with a line on progress now and then.
     """
-    runs = [_Run(Result(system, policy)) for system, policy in contenders]
+    runs = [Run(Result(system, policy)) for system, policy in contenders]
+    with taken_in_turns(runs, workload, plan, say):
+        for run in runs:
+            if run.ranks is not None:
+                say(f"{run.result.name}: starting again")
+                with run.failing_alone(say):
+                    run.start_again(plan.warmup)
+                    run.close()
+    return [run.result for run in runs]
+
+
+@contextlib.contextmanager
+def taken_in_turns(runs: Sequence[Run], workload: Workload, plan: Plan, say: Callable[[str], None]) -> Iterator[None]:
+    """All contenders' steps, interleaved, and what is measured after them; the processes end with the context."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
         for run in runs:
@@ -132,7 +145,7 @@ def measure(
         for turn in range(plan.steps):
             say(f"round {turn + 1} of {plan.steps}")
             first = turn % len(runs)
-            for run in runs[first:] + runs[:first]:
+            for run in [*runs[first:], *runs[:first]]:
                 if run.ranks is not None:
                     with run.failing_alone(say):
                         run.timed_step()
@@ -140,13 +153,7 @@ def measure(
             if run.ranks is not None:
                 with run.failing_alone(say):
                     run.finish()
-        for run in runs:
-            if run.ranks is not None:
-                say(f"{run.result.name}: starting again")
-                with run.failing_alone(say):
-                    run.start_again(plan.warmup)
-                    run.close()
-    return [run.result for run in runs]
+        yield
 
 
 def _job(result: Result, workload: Workload, plan: Plan, folder: Path) -> Job:
@@ -165,8 +172,10 @@ def _job(result: Result, workload: Workload, plan: Plan, folder: Path) -> Job:
     )
 
 
-class _Run:
+class Run:
     """One contender on its way: its processes while it lives, and the result so far."""
+
+    trainer: type[Trainer] = Trainer
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -183,8 +192,8 @@ class _Run:
             self.close()
 
     def start(self, job: Job) -> None:
-        self.ranks = Ranks(job)
-        self._ask("build")
+        self.ranks = Ranks(job, self.trainer)
+        self.ask("build")
 
     def start_again(self, warmup: int) -> None:
         """Once the first start has left: the same processes anew, on the caches that it filled."""
@@ -192,19 +201,19 @@ class _Run:
         job = replace(self.ranks.job, start="warm")
         self.close()
         self.start(job)
-        self.result.warm_warmup_s = [_duration([first.step for first in self._ask("first_step")])]
-        self.result.warm_warmup_s += [_duration(self._ask("step")) for _ in range(warmup - 1)]
-        self._ask("leave")
+        self.result.warm_warmup_s = [_duration([first.step for first in self.ask("first_step")])]
+        self.result.warm_warmup_s += [_duration(self.ask("step")) for _ in range(warmup - 1)]
+        self.ask("leave")
 
     def warm_up(self, steps: int) -> None:
-        firsts: list[FirstStep] = self._ask("first_step")
+        firsts: list[FirstStep] = self.ask("first_step")
         self.result.gradient_norm = firsts[0].gradient_norm
         self.result.warmup_s.append(self._took([first.step for first in firsts]))
-        self.result.warmup_s += [self._took(self._ask("step")) for _ in range(steps - 1)]
-        self._ask("start_measuring_memory")
+        self.result.warmup_s += [self._took(self.ask("step")) for _ in range(steps - 1)]
+        self.ask("start_measuring_memory")
 
     def timed_step(self) -> None:
-        steps: list[Step] = self._ask("step")
+        steps: list[Step] = self.ask("step")
         self.result.steps_s.append(self._took(steps))
         self.result.steps_cpu_s.append(statistics.fmean(step.cpu for step in steps))
 
@@ -215,18 +224,19 @@ class _Run:
 
     def finish(self) -> None:
         """All that is measured apart from the timed steps."""
-        self.result.memory = self._ask("memory")
-        self.result.profile = self._ask("profile")[0]
-        self.result.planned_bytes = self._ask("planned_bytes")[0]
-        self.result.final_loss = statistics.fmean(self._ask("loss"))
-        self._ask("leave")
+        self.result.memory = self.ask("memory")
+        self.result.profile = self.ask("profile")[0]
+        self.result.planned_bytes = self.ask("planned_bytes")[0]
+        self.result.final_loss = statistics.fmean(self.ask("loss"))
+        self.ask("leave")
 
     def close(self) -> None:
         if self.ranks is not None:
             self.ranks.close()
             self.ranks = None
 
-    def _ask(self, order: str) -> list[Any]:
+    def ask(self, order: str) -> list[Any]:
+        """The answers of all ranks."""
         assert self.ranks is not None
         return self.ranks.ask(order)
 

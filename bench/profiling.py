@@ -14,6 +14,7 @@ from typing import Any
 import copies
 import inductor_kernels
 import torch
+import torch.distributed as dist
 import traffic
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
@@ -28,14 +29,16 @@ class StepProfile:
     collectives: dict[str, traffic.Traffic]
     """by kind"""
     copies: copies.Copies
+    tensors_before: int
+    """bytes of all tensors on the device when it began"""
     tensor_peak: int
-    """bytes of all tensors on the device at the fullest moment"""
+    """the same at its fullest moment"""
     device_kernels: int | None
     """launched on the GPU, copies and collectives among them; None on a CPU"""
 
 
 def profiled(step: Callable[[], object], world_size: int, device: torch.device) -> StepProfile:
-    """Calls ``step``, which must have run before, and says what it did."""
+    """Calls ``step``, which must have run before, and says what it did on this rank."""
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else _tensor_bytes()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -59,9 +62,11 @@ def profiled(step: Callable[[], object], world_size: int, device: torch.device) 
         nodes = json.loads(path.read_text())["nodes"]
     results: Any = profiler.profiler
     events = profiler.events() or ()
+    tree = results.kineto_results.experimental_event_tree()
     return StepProfile(
-        traffic.count(nodes, world_size),
-        copies.count(results.kineto_results.experimental_event_tree(), moves),
+        traffic.count(nodes, world_size, dist.get_rank()),
+        copies.count(tree, moves),
+        before,
         before + _highest_rise(results.kineto_results.events(), device),
         sum(event.device_type == DeviceType.CUDA for event in events) if on_gpu else None,
     )

@@ -28,6 +28,9 @@ KINDS = {
 }
 """Operators of the c10d namespace that move data; others, such as barrier, are not counted."""
 
+_INPUT_SPLITS = 4
+"""Which argument of an uneven all-to-all says how much of its input goes to each rank; the input is argument 1"""
+
 
 @dataclass
 class Traffic:
@@ -41,20 +44,23 @@ class Traffic:
     reduce-scatter is an all-reduce, which sends twice as much."""
 
 
-def count(nodes: Iterable[dict[str, Any]], world_size: int) -> dict[str, Traffic]:
-    """Sums up the collectives among the nodes of an execution trace."""
+def count(nodes: Iterable[dict[str, Any]], world_size: int, rank: int) -> dict[str, Traffic]:
+    """Sums up the collectives among the nodes of an execution trace, which ``rank`` recorded."""
     found: dict[str, Traffic] = {}
     for node in nodes:
         namespace, _, name = node["name"].partition("::")
         if namespace != "c10d" or name not in KINDS:
             continue
-        kind = KINDS[name]
+        kind, arguments = KINDS[name], node["inputs"]["values"]
         # Of a collective's arguments the largest is the unsharded buffer, whether it is input or output.
-        payload = max(_tensor_bytes(argument) for argument in node["inputs"]["values"])
+        payload = max(_tensor_bytes(argument) for argument in arguments)
         traffic = found.setdefault(kind, Traffic())
         traffic.calls += 1
         traffic.payload_bytes += payload
-        traffic.sent_bytes += payload * _sent_share(kind, world_size)
+        if name == "alltoall_base_" and (splits := arguments[_INPUT_SPLITS]):
+            traffic.sent_bytes += _tensor_bytes(arguments[1]) * (1 - splits[rank] / max(sum(splits), 1))
+        else:
+            traffic.sent_bytes += payload * _sent_share(kind, world_size)
     return found
 
 

@@ -118,9 +118,14 @@ class Trainer:
         self._baseline = self._memory_now()
         self._peak = 0
         self.model = job.workload.build_model()
-        self.forward = SYSTEMS[job.system].distribute(self.model, job.workload, job.policy)
-        self.optimizer = job.workload.build_optimizer(self.model)
         self.batch = job.workload.build_batch(self.rank)
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Distributes the model as the system does, and makes its optimizer."""
+        workload = self.job.workload
+        self.forward = SYSTEMS[self.job.system].distribute(self.model, workload, self.job.policy)
+        self.optimizer = workload.build_optimizer(self.model)
 
     def first_step(self) -> FirstStep:
         """As ``step``. Its gradients are those of parameters that all systems still have alike, and their norm shows
@@ -129,17 +134,26 @@ class Trainer:
 
         def train() -> Tensor:
             nonlocal norm
-            loss = self._gradients()
+            loss = self.gradients()
             total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)
             norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
             self._update()
             return loss
 
-        return FirstStep(self._timed(train), norm)
+        return FirstStep(self.timed(train), norm)
 
     def step(self) -> Step:
         """One training step, begun by all ranks together."""
-        return self._timed(self._train)
+        return self.timed(self._train)
+
+    def timed(self, work: Callable[[], Tensor]) -> Step:
+        """What ``work`` takes, which returns the step's loss, from when all ranks are there."""
+        dist.barrier()
+        self._synchronize()
+        start, cpu_start = time.monotonic(), time.process_time()
+        loss = work()
+        self._synchronize()
+        return Step(start, time.monotonic(), time.process_time() - cpu_start, loss.item())
 
     def start_measuring_memory(self) -> None:
         """Forgets the peak so far, for ``memory`` to tell that of the steps to come."""
@@ -170,7 +184,7 @@ class Trainer:
 
     def loss(self) -> float:
         """At the parameters as they are now, which it does not change."""
-        loss = self._gradients()
+        loss = self.gradients()
         self.optimizer.zero_grad()
         return loss.item()
 
@@ -178,16 +192,8 @@ class Trainer:
         """Leaves the process group."""
         dist.destroy_process_group()
 
-    def _timed(self, train: Callable[[], Tensor]) -> Step:
-        dist.barrier()
-        self._synchronize()
-        start, cpu_start = time.monotonic(), time.process_time()
-        loss = train()
-        self._synchronize()
-        return Step(start, time.monotonic(), time.process_time() - cpu_start, loss.item())
-
     def _train(self) -> Tensor:
-        loss = self._gradients()
+        loss = self.gradients()
         self._update()
         return loss
 
@@ -195,7 +201,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _gradients(self) -> Tensor:
+    def gradients(self) -> Tensor:
+        """Forward and backward; returns the loss."""
         loss = self.forward(*self.batch)
         loss.backward()
         return loss.detach()
@@ -216,8 +223,8 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def serve(pipe: Connection, job: Job, rank: int) -> None:
-    """Obeys orders from the pipe until it is closed: names of Trainer's methods, answered by (done, result).
+def serve(pipe: Connection, kind: type[Trainer], job: Job, rank: int) -> None:
+    """Obeys orders from the pipe until it is closed: names of the trainer's methods, answered by (done, result).
 
     An exception is answered by (False, traceback) and ends the process: its system has failed.
     """
@@ -239,7 +246,7 @@ def serve(pipe: Connection, job: Job, rank: int) -> None:
         except EOFError:
             return
         try:
-            trainer = trainer or Trainer(job, rank)
+            trainer = trainer or kind(job, rank)
             answer: tuple[bool, Any] = (True, getattr(trainer, order)())
         except BaseException:
             pipe.send((False, traceback.format_exc()))

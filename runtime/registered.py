@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_internals import backend_of
 from .dbuffer import DBuffer
 
 
@@ -32,7 +32,7 @@ def registering_group(buffers: Sequence[DBuffer]) -> dist.ProcessGroup:
                 f"{where} one graph reads unit {first.name}, sharded over {first.mesh}, and unit {other.name}, sharded "
                 f"over {other.mesh}, and a slot serves both. Shard both over one mesh, or leave the option out."
             )
-    if not _backend(group, device).supports_tensor_alloc(device):
+    if not backend_of(group, device).supports_tensor_alloc(device):
         raise RuntimeError(
             f"{where} the {dist.get_backend(group)} process group of unit {first.name} has no registered memory on "
             f"{device}. NCCL has, on GPUs and drivers that allow it; elsewhere leave the option out."
@@ -46,15 +46,10 @@ def allocate_registered(numel: int, dtype: torch.dtype, device: torch.device, gr
     A collective, the first time for each group.
     """
     _connect(group, device)
-    return _backend(group, device).allocate_tensor(numel, dtype=dtype, device=device)
+    return backend_of(group, device).allocate_tensor(numel, dtype=dtype, device=device)
 
 
 @functools.cache
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """NCCL registers memory with a communicator, which the first collective of a process group makes."""
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    # Private: a process group has a backend for each type of device, and no public name gives it.
-    return group._get_backend(device)

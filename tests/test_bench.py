@@ -216,6 +216,14 @@ def tensor(elements: int, itemsize: int = 4) -> list[Any]:
             600,
         ),
         ("c10d::allreduce_", [[tensor(300), tensor(100)], "<Object>", -1], "all_reduce", 1600, 2400),
+        (
+            "c10d::alltoall_base_",
+            [tensor(60), tensor(400), "<Object>", [20, 10, 30, 0], [100, 50, 250, 0]],
+            "all_to_all",
+            1600,
+            1400,  # all but its own 50 elements
+        ),
+        ("c10d::alltoall_base_", [tensor(400), tensor(400), "<Object>", [], []], "all_to_all", 1600, 1200),
         ("c10d::send", [[tensor(100)], "<Object>", 1, 0], "send", 400, 400),
         ("c10d::recv_", [[tensor(100)], "<Object>", 1, 0], "receive", 400, 0),
     ],
@@ -225,7 +233,7 @@ def test_bytes_are_read_from_a_collectives_tensors(
 ) -> None:
     node = {"name": name, "inputs": {"values": arguments}}
     other = {"name": "aten::add", "inputs": {"values": [tensor(1000)]}}
-    found = count([node, other, node], world_size=4)
+    found = count([node, other, node], world_size=4, rank=1)
     assert list(found) == [kind]
     assert (found[kind].calls, found[kind].payload_bytes, found[kind].sent_bytes) == (
         2,

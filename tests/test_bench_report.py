@@ -32,7 +32,7 @@ def measured(system: str, policy: Policy = Policy.KEEP, seconds: float = 1.0, lo
         final_loss=loss,
         gradient_norm=1.0,
         memory=[Memory(10 * MB, 60 * MB, 40 * MB), Memory(10 * MB, 50 * MB, 45 * MB)],
-        profile=StepProfile({"all_gather": Traffic(3, 8 * MB, 4 * MB)}, Copies(7 * MB, 2 * MB), 30 * MB, None),
+        profile=StepProfile({"all_gather": Traffic(3, 8 * MB, 4 * MB)}, Copies(7 * MB, 2 * MB), 20 * MB, 30 * MB, None),
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_sharding_ranks: ContextVar[int] = ContextVar("ranks that fully_shard is sharding over")
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,24 @@ class DataParallelMesh:
     def where(self) -> str:
         """How messages begin."""
         return f"[rank {self.whole.get_rank()}] "
+
+
+@contextmanager
+def sharding_over(mesh: DataParallelMesh) -> Iterator[None]:
+    """While granularities are asked for: what :func:`sharding_ranks` tells them."""
+    token = _sharding_ranks.set(mesh.shard.size())
+    try:
+        yield
+    finally:
+        _sharding_ranks.reset(token)
+
+
+def sharding_ranks() -> int:
+    """How many ranks hold one copy of the parameters, for a granularity that depends on it.
+
+    Inside ``fully_shard`` those of its mesh's dimension that shards; elsewhere all of the default process group.
+    """
+    return _sharding_ranks.get(dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParallelMesh:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import stale_optimizers
-from .mesh import DataParallelMesh, data_parallel_mesh
+from .mesh import DataParallelMesh, data_parallel_mesh, sharding_over
 from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
 from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
@@ -85,8 +85,9 @@ def fully_shard(
             "ignored_params or in units inside it already, or the module has none."
         )
     places = owners(module)
-    for members in units:
-        _shard_unit(members, places, over, reshard_after_forward, policy, granularities, root=module)
+    with sharding_over(over):
+        for members in units:
+            _shard_unit(members, places, over, reshard_after_forward, policy, granularities, root=module)
     _name_buffers(module)
     stale_optimizers.watch()
     return module

@@ -222,6 +222,18 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """``torch.compile`` takes the size of this dimension for a variable, from the first compilation on. The public
+    ``torch.compile(dynamic=True)`` does so with all of them.
+    """
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What a process group, which has a backend for each type of device, uses for one. No public name gives it."""
+    return group._get_backend(device)
+
+
 def never_start_tracing_at(function: Callable[..., Any]) -> None:
     """Dynamo goes on inlining ``function``, but does not compile it by itself where its caller is not compiled."""
     torch._dynamo.eval_frame.skip_code(function.__code__)

@@ -177,7 +177,7 @@ def test_with_registered_memory_every_slot_is_the_process_groups():
 
     backend = SimpleNamespace(supports_tensor_alloc=lambda device: True, allocate_tensor=allocate)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registered, "_backend", lambda group, device: backend)
+        patch.setattr(registered, "backend_of", lambda group, device: backend)
         model = vc.fully_shard(models.build(models.Uneven))
         call = torch.compile(model, backend="vescale", options={"lowering": "eager", "registered_memory": True})
         losses = models.train(call, model.parameters(), models.batches(2, 11))

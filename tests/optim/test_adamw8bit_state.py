@@ -174,5 +174,8 @@ def test_whole_states_are_sliced_and_states_of_other_shards_refused() -> None:
     elsewhere = vc.fully_shard(model(), granularity=lambda name, param: vc.Whole())
     other = adamw8bit(elsewhere.parameters())
     train(elsewhere, other, range(1))
+    other.param_groups[0]["lr"] = 7.0
     with pytest.raises(ValueError, match=r"\[rank \d\].*'0\.\w+'.*not as the parameter.*distributed.checkpoint"):
         optimizer.load_state_dict(other.state_dict())
+    assert_same_as_unsharded(module, optimizer, reference, expected)
+    assert optimizer.param_groups[0]["lr"] == 0.01

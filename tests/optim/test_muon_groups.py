@@ -134,6 +134,22 @@ def test_adamw_groups_step_as_torch_optim_adamw_does() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@on_ranks(2)
+def test_foreach_steps_adamw_groups_at_once_without_changing_bits() -> None:
+    shapes: list[tuple[int, ...]] = [(4, 4), (5,), (3, 7)]
+    stepped = []
+    for foreach in (True, False):
+        params = [shard(full, uneven(tuple(full.shape), seed=1)) for full in random_tensors(shapes, seed=0)]
+        groups = [{"params": params[:1], "algorithm": "muon"}, {"params": params[1:], "algorithm": "adamw"}]
+        optimizer = Muon(groups, foreach=foreach)
+        assert optimizer.param_groups[1]["foreach"] is foreach
+        for step in range(3):
+            give_grads(params, random_tensors(shapes, seed=step + 1))
+            optimizer.step()
+        stepped.append([whole(param) for param in params])
+    assert all(torch.equal(a, b) for a, b in zip(*stepped, strict=True))
+
+
 def test_a_group_added_later() -> None:
     first, second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
     optimizer = Muon([{"params": [first], "algorithm": "muon"}])
@@ -157,6 +173,22 @@ def test_the_granularity_cuts_stacks_between_experts_and_matrices_anywhere() -> 
         assert Muon.granularity(name, nn.Parameter(torch.zeros(shape))) == expected
     with fake_world(9):  # fewer experts than ranks: whole ones would cost padding
         assert Muon.granularity("layers.0.experts.up", nn.Parameter(torch.zeros(8, 6, 10))) is None
+
+
+def test_experts_are_counted_against_the_ranks_that_shard_not_against_replicas() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.zeros(4, 6, 10))
+
+    def ends(replicas: int, shards: int) -> list[int]:
+        with fake_world(8):
+            mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+            layer = vc.fully_shard(Layer(), mesh=mesh, granularity=Muon.granularity)
+            return [stop for _, stop in layer.experts.placement.intervals((4, 6, 10))]
+
+    assert all(stop % 60 == 0 for stop in ends(2, 4))
+    assert any(stop % 60 for stop in ends(1, 8))
 
 
 WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

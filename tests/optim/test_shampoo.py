@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from muon_cases import give_grads, random_tensors, shard, whole
 from ranks import on_ranks, run_on_ranks
@@ -18,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import vescale_compile as vc
 from vescale_compile.optim import shampoo_step
+from vescale_compile.optim.gradients import UnusableGradients
 from vescale_compile.optim.shampoo import Shampoo
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -211,6 +213,53 @@ def test_a_state_of_other_blocks_is_refused() -> None:
         shampoo(plain([(16, 24)]), block=16).load_state_dict(optimizer.state_dict())
 
 
+@on_ranks(2)
+def test_a_state_of_another_granularity_is_refused_and_nothing_loaded() -> None:
+    (full,) = random_tensors([(24, 8)], seed=0)
+    params = [shard(full, vc.RaggedShard((0,), rows)) for rows in ((16, 8), (8, 16))]
+    saved, other = (shampoo([param], lr=lr) for param, lr in zip(params, (0.7, 0.02), strict=True))
+    for optimizer, param in zip((saved, other), params, strict=True):
+        train(optimizer, [param], 0, 2)
+    before = [whole(value).clone() for value in other.state[params[1]].values()]
+    message = rf"\[rank {dist.get_rank()}\] Shampoo: the state of .*RaggedShard.*distributed.checkpoint"
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(saved.state_dict())
+    after = [whole(value) for value in other.state[params[1]].values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert other.param_groups[0]["lr"] == 0.02
+
+
+@on_ranks(2)
+def test_clipping_grad_scaler_and_zero_grad_do_as_on_one_rank() -> None:
+    model, optimizer = sharded_model()
+    unsharded = Model()
+    reference = Shampoo(unsharded.named_parameters(), block=BLOCK, compile=False, frequency=3)
+    params, plain_params = list(model.parameters()), list(unsharded.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for step, infinite in enumerate((False, True, False)):
+        grads = random_tensors([tuple(param.shape) for param in params], seed=step)
+        scaled = [grad * scaler.get_scale() for grad in grads]
+        if infinite:
+            scaled[1][-1, -1] = float("inf")
+        give_grads(params, scaled)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        if not infinite:
+            give_grads(plain_params, [whole(param.grad) for param in params])
+            norm = torch.cat([param.grad.flatten() for param in plain_params]).norm()
+            torch.testing.assert_close(norm, torch.tensor(1.0))
+            reference.step()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(whole(a), b) for a, b in zip(params, plain_params, strict=True))
+    optimizer.zero_grad(set_to_none=False)
+    assert all(param.grad is not None and not whole(param.grad).any() for param in params)
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in params)
+
+
 def test_schedulers_and_tensor_learning_rates() -> None:
     rates = (0.1, torch.tensor(0.1))
     weights = []
@@ -227,18 +276,50 @@ def test_schedulers_and_tensor_learning_rates() -> None:
 
 
 @on_ranks(2)
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
     model, optimizer = sharded_model()
     params = list(model.parameters())
     train(optimizer, params, 0, 1)
     grads = random_tensors([tuple(param.shape) for param in params], seed=1)
-    grads[1][0, 0] = float("nan")
+    grads[1][0, 0] = value
     give_grads(params, grads)
     before = [whole(t).clone() for p in params for t in (p, *optimizer.state[p].values())]
     with pytest.raises(RuntimeError, match=r"\[rank \d\] Shampoo: the gradient of parameter 'p1'"):
         optimizer.step()
     after = [whole(t) for p in params for t in (p, *optimizer.state[p].values())]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("frequency", [1, 1000])
+def test_a_factor_that_overflows_on_one_rank_changes_nothing_on_any(frequency: int) -> None:
+    # With roots due in every step, and with none due for long after the first.
+    model, optimizer = sharded_model(frequency=frequency)
+    params = list(model.parameters())
+    train(optimizer, params, 0, 1)
+    grads = random_tensors([tuple(param.shape) for param in params], seed=1)
+    grads[2][-1, -1] = 1e25  # finite, its square is not
+    give_grads(params, grads)
+    holder = max(rank for rank, (a, b) in enumerate(params[2].placement.intervals(params[2].shape)) if b > a)
+    before = [whole(t).clone() for p in params for t in (p, *optimizer.state[p].values())]
+    me = dist.get_rank()
+    message = rf"\[rank {me}\] Shampoo: the gradient of parameter 'p2' .* factors that overflow.* on rank {holder}\."
+    with pytest.raises(UnusableGradients, match=message):
+        optimizer.step()
+    after = [whole(t) for p in params for t in (p, *optimizer.state[p].values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_first_step_that_fails_leaves_no_state() -> None:
+    params = plain([(6, 7)])
+    optimizer = shampoo(params, frequency=1)
+    give_grads(params, [torch.full((6, 7), 1e25)])
+    with pytest.raises(UnusableGradients, match=r"the gradient of a parameter of shape .* factors that overflow"):
+        optimizer.step()
+    assert not optimizer.state
+    train(optimizer, params, 0, 1)
+    assert optimizer.state[params[0]]["step"] == 1
 
 
 @on_ranks(2)

@@ -12,12 +12,12 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from ..planner import Granularity
 from ..ragged.dtensor import RaggedDTensor
-from ..ragged.local import same_layout
 from .adamw8bit_kernel import Coefficients
 from .adamw8bit_runs import runs_of
 from .adamw8bit_state import Member, check_saved, in_memory_order, loaded_states, new_states
 from .blocks import Blocks
 from .gradients import check_gradients as check_all_gradients
+from .gradients import check_layouts
 from .units import describe
 
 _OF_THIS_RUN = ("foreach", "compile", "check_gradients")  # options that a loaded state does not change
@@ -254,16 +254,12 @@ def _check_all(groups: list[tuple[dict[str, Any], list[Member]]]) -> None:
     """Refuses gradients that no step can take, before anything changes."""
     by_mesh: dict[Any, list[tuple[str | None, Tensor]]] = {}
     for group, members in groups:
+        check_layouts("AdamW8bit", [(member.name, member.param) for member in members])
         for member in members:
-            param, grad = member.param, member.param.grad
+            param = member.param
             if group["check_gradients"]:
                 mesh = param.device_mesh if isinstance(param, RaggedDTensor) else None
                 by_mesh.setdefault(mesh, []).append((member.name, param))
-            elif grad is not None:
-                if grad.layout is not torch.strided:
-                    raise ValueError(f"{member}has a gradient of layout {grad.layout}; only dense ones can be used")
-                if isinstance(param, RaggedDTensor) and not same_layout(param, grad):
-                    raise ValueError(f"{member}has a gradient that is not sharded as it is: {grad!r}; redistribute it")
     for params in by_mesh.values():
         check_all_gradients("AdamW8bit", params)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_internals import mark_dynamic
 from .blockwise import LEAST_SCALE, Codebook, block_scales, codebook, dequantize, quantize
 
 _MOST_KERNELS = 256  # block sizes times dtypes times devices, before compiling fails; by default it would be 8
@@ -154,6 +155,6 @@ def run_compiled(function: Callable[..., None], tensors: Sequence[Tensor], *rest
     for tensor in tensors:
         for dim in range(0, tensor.ndim, 2):
             if tensor.shape[dim] > 1:
-                torch._dynamo.mark_dynamic(tensor, dim)
+                mark_dynamic(tensor, dim)
     with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
         _compiled(function)(tensors, *rest)

@@ -1,8 +1,9 @@
-"""Whether a step may begin: gradients of the same parameters on every rank, all of them finite."""
+"""Whether a step may begin: gradients of the same parameters on every rank, all of them finite and of use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 import torch.distributed as dist
@@ -10,81 +11,98 @@ from torch import Tensor
 
 from ..ragged.dtensor import RaggedDTensor
 from ..ragged.local import same_layout
-from .units import describe, local_elements, rank_prefix
+from .units import NamedParams, describe, local_elements, rank_prefix
 
 
 class UnusableGradients(RuntimeError):
-    """A gradient that is not finite, or that some ranks have and others lack.
+    """A gradient that is not finite, that the optimizer can't use, or that some ranks have and others lack.
 
     Raised on every rank, before a step has changed anything.
     """
 
 
-def check_gradients(optimizer: str, params: Sequence[tuple[str | None, Tensor]]) -> None:
-    """Reads every gradient once and compares the ranks: one all-reduce of three integers for each parameter.
+def check_layouts(optimizer: str, params: NamedParams) -> None:
+    """ValueError for a gradient on this rank that is not dense, or not laid out as its parameter."""
+    for name, param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        where = f"{rank_prefix(param)}{optimizer}: {describe(param, name)} has a gradient "
+        if grad.layout is not torch.strided:
+            raise ValueError(f"{where}of layout {grad.layout}; only dense ones can be used")
+        if isinstance(param, RaggedDTensor) and not same_layout(param, grad):
+            raise ValueError(f"{where}that is not sharded as the parameter is: {grad!r}; redistribute it")
+
+
+def check_gradients(
+    optimizer: str, params: NamedParams, *, refused: AbstractSet[Tensor] = frozenset(), reason: str = ""
+) -> None:
+    """Reads every gradient once and compares the ranks: one all-reduce of four integers for each parameter.
 
     Args:
         optimizer: its name, for messages.
         params: names (for messages) and parameters, at least one, in the same order on every rank. Sharded ones are
-            all on one mesh; one that is not sharded may have a gradient on some ranks alone.
+            all on one mesh; one that is not sharded may have a gradient on some ranks alone. Gradients passed
+            :func:`check_layouts`.
+        refused: parameters whose finite gradients the optimizer can't use on this rank.
+        reason: what messages say of them.
 
     Raises:
         UnusableGradients: on every rank of the mesh, naming a rank and a parameter.
-        ValueError: a gradient that is not dense, or not laid out as its parameter.
     """
-    for name, param in params:
-        _check_layout(optimizer, name, param)
     sharded = [isinstance(param, RaggedDTensor) for _, param in params]
     mesh = next((param.device_mesh for _, param in params if isinstance(param, RaggedDTensor)), None)
     device = torch.device(mesh.device_type) if mesh is not None else params[0][1].device
     me = mesh.get_rank() if mesh is not None else 0
 
-    # For each parameter the rank plus one, where the rank has a gradient, lacks one, has one that is not finite: a
-    # maximum over ranks names one of them, and is 0 if there is none.
+    # For each parameter the rank plus one, where the rank has a gradient, lacks one, refuses it, has one that is not
+    # finite: a maximum over ranks names one of them, and is 0 if there is none.
     present = [param.grad is not None for _, param in params]
     absent = [shards and not has for shards, has in zip(sharded, present, strict=True)]
+    unfit = [param in refused for _, param in params]
     infinite = _infinite([param.grad for _, param in params], device)
-    codes = torch.cat([torch.tensor([present, absent], device=device), infinite[None]]).to(torch.int32) * (me + 1)
+    known = torch.tensor([present, absent, unfit], device=device)
+    codes = torch.cat([known, infinite[None]]).to(torch.int32) * (me + 1)
     if mesh is not None and mesh.size() > 1:
         dist.all_reduce(codes, dist.ReduceOp.MAX, group=mesh.get_group())
 
-    for (name, param), shards, has, lacks, bad in zip(params, sharded, *codes.tolist(), strict=True):
+    for (name, param), shards, has, lacks, useless, bad in zip(params, sharded, *codes.tolist(), strict=True):
         where = f"{f'[rank {me}] ' if mesh is not None else ''}{optimizer}: "
         if shards and has and lacks:
             raise UnusableGradients(
                 f"{where}{describe(param, name)} has a gradient on rank {has - 1} and none on rank {lacks - 1}. All "
                 "ranks must run the same backward. Nothing was changed."
             )
-        if bad:
-            on = f", on rank {bad - 1}" if mesh is not None else ""
+        if bad or useless:
+            on = f", on rank {(bad or useless) - 1}" if mesh is not None else ""
+            what = "has NaN or infinite elements" if bad else reason
             raise UnusableGradients(
-                f"{where}the gradient of {describe(param, name)} has NaN or infinite elements{on}. Nothing was "
-                "changed: skip this step, or step through torch.amp.GradScaler, which skips such steps."
+                f"{where}the gradient of {describe(param, name)} {what}{on}. Nothing was changed: skip this step, or "
+                "step through torch.amp.GradScaler, which skips steps whose gradients are not finite."
             )
-
-
-def _check_layout(optimizer: str, name: str | None, param: Tensor) -> None:
-    grad = param.grad
-    if grad is None:
-        return
-    where = f"{rank_prefix(param)}{optimizer}: {describe(param, name)} has a gradient "
-    if grad.layout is not torch.strided:
-        raise ValueError(f"{where}of layout {grad.layout}; only dense ones can be used")
-    if isinstance(param, RaggedDTensor) and not same_layout(param, grad):
-        raise ValueError(f"{where}that is not sharded as the parameter is: {grad!r}; redistribute it")
 
 
 def _infinite(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """For each gradient whether this rank's elements hold NaN or an infinity: [gradients], bool."""
-    norms = [torch.zeros((), device=device)] * len(grads)
+    finite = [torch.ones((), dtype=torch.bool, device=device)] * len(grads)
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for i, grad in enumerate(grads):
         if grad is not None:
             local = local_elements(grad) if isinstance(grad, RaggedDTensor) else grad
             if local.numel() > 0:
                 by_device.setdefault(local.device, []).append((i, local))
-    for members in by_device.values():
-        found = torch._foreach_norm([local for _, local in members], float("inf"))
-        for (i, _), norm in zip(members, found, strict=True):
-            norms[i] = norm.to(device)
-    return ~torch.isfinite(torch.stack(norms))
+    for where, members in by_device.items():
+        found = _all_finite([local for _, local in members], where).to(device)
+        for (i, _), each in zip(members, found, strict=True):
+            finite[i] = each
+    return ~torch.stack(finite)
+
+
+def _all_finite(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """For each tensor whether all its elements are finite: [tensors], bool."""
+    if device.type == "cpu":
+        # 10 times faster there than norms, for the gradients of a Llama of 30M. NaN is both the least and the largest.
+        ends = torch.stack([end for tensor in tensors for end in torch.aminmax(tensor)])
+        return torch.isfinite(ends).view(-1, 2).all(1)
+    # Elsewhere one kernel for all tensors, where ends would take one for each.
+    return torch.isfinite(torch.stack(torch._foreach_norm(tensors, float("inf"))))

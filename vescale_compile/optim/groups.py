@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..ragged.dtensor import RaggedDTensor
 from ..runtime.boundary import binding_of
 from .hidden import is_hidden_matrix
-from .units import describe, rank_prefix
-
-NamedParams = Sequence[tuple[str | None, Tensor]]
+from .units import NamedParams, describe, rank_prefix
 
 
 def split_group(

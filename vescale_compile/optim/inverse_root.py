@@ -10,7 +10,7 @@ _RESOLVED = 1e-4
 
 
 class NoInverseRoot(ArithmeticError):
-    """A matrix whose eigenvalues can't be computed, in float64 either, or are not finite."""
+    """A matrix whose elements are not finite, or whose eigenvalues can't be computed, in float64 either."""
 
 
 def inverse_root(matrix: Tensor, root: int, ridge: float) -> Tensor:
@@ -27,6 +27,8 @@ def inverse_root(matrix: Tensor, root: int, ridge: float) -> Tensor:
     Raises:
         NoInverseRoot: there is none.
     """
+    if not bool(torch.isfinite(matrix).all()):  # LAPACK may not return from such a matrix
+        raise NoInverseRoot(f"infinite or NaN elements in a matrix of shape {tuple(matrix.shape)}")
     eigen = _eigh(matrix)
     if matrix.dtype != torch.float64 and (eigen is None or bool(eigen[0][0] < _RESOLVED * eigen[0][-1])):
         eigen = _eigh(matrix.double())

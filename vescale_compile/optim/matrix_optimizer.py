@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from ..ragged.dtensor import RaggedDTensor
 from ..runtime.agreement import agree
-from .gradients import check_gradients
+from .gradients import check_gradients, check_layouts
 from .groups import split_group, wrong_common_options
 from .layouts import Layout, check_state, layout_of, new_state
 from .units import describe, local_elements, rank_prefix
@@ -37,6 +38,7 @@ class MatrixOptimizer(Optimizer):
     algorithm: ClassVar[str]
     whole_options: ClassVar[frozenset[str]]  # no group's own
     agreed_options: ClassVar[tuple[str, ...]]  # of groups, on which the order of collectives depends
+    refusal: ClassVar[str] = ""  # what messages say of the gradients of parameters that can't be stepped
 
     def __init__(
         self,
@@ -66,8 +68,12 @@ class MatrixOptimizer(Optimizer):
             )
 
     @abstractmethod
-    def _begin(self, ready: Members) -> Callable[[], None]:
-        """Begins a step on the parameters that have gradients, which were checked; returns what ends it."""
+    def _begin(self, ready: Members, check: Callable[[AbstractSet[Tensor]], None]) -> Callable[[], None]:
+        """Begins a step on the parameters that have gradients; returns what ends it.
+
+        Before it changes anything it calls ``check``, once on every rank, with the parameters that this rank can't
+        step. That raises on every rank if any rank has one, or gradients that can't be used.
+        """
 
     @abstractmethod
     def _layouts(self, param: Tensor) -> dict[str, Layout | None]:
@@ -110,8 +116,8 @@ class MatrixOptimizer(Optimizer):
             closure: reevaluates the model and returns the loss.
 
         Raises:
-            UnusableGradients: on every rank, before anything is changed, if a gradient has NaN or infinite elements, or
-                is there on some ranks alone.
+            UnusableGradients: on every rank, before anything is changed, if a gradient has NaN or infinite elements,
+                can't be used by the algorithm, or is there on some ranks alone.
             RanksDisagree: ranks have built different optimizers.
         """
         loss = None
@@ -120,9 +126,16 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         self._agree()
         members = list(members_of(self.param_groups))
-        check_gradients(self._name, [(name, param) for name, param, _ in members])
-        ready = [(param, group) for _, param, group in members if param.grad is not None]
-        end = self._begin([(param, group) for param, group in ready if group["algorithm"] == self.algorithm])
+        named = [(name, param) for name, param, _ in members]
+        check_layouts(self._name, named)
+        ready = [
+            (param, group)
+            for _, param, group in members
+            if param.grad is not None and group["algorithm"] == self.algorithm
+        ]
+        end = self._begin(
+            ready, lambda refused: check_gradients(self._name, named, refused=refused, reason=self.refusal)
+        )
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 self._step_adamw([param for param in group["params"] if param.grad is not None], group)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ..mesh import sharding_ranks
 from ..planner.spec import Granularity, Rows
 from ..ragged.dtensor import RaggedDTensor
 from .hidden import is_hidden_matrix
@@ -111,14 +112,13 @@ class Muon(MatrixOptimizer):
         """For ``fully_shard(granularity=...)``: stacks of experts are cut between experts, all else anywhere.
 
         Cut between experts, a stack costs no communication in a step. A matrix travels once however it is cut, so
-        blocks would only cost padding. A stack of fewer experts than ranks (of the default process group) is cut
+        blocks would only cost padding. A stack of fewer experts than ranks that shard it (replicas apart) is cut
         anywhere too: kept whole, the experts of a layer of 8 would pad its buffer by 30 % on 16 ranks and by 159 % on
         64 (planned; by less than 1 % where there is an expert for each rank).
         """
         if param.ndim != 3 or not is_hidden_matrix(name, param):
             return None
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        return Rows(param.shape[1]) if param.shape[0] >= ranks else None
+        return Rows(param.shape[1]) if param.shape[0] >= sharding_ranks() else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -139,8 +139,9 @@ class Muon(MatrixOptimizer):
     def _layouts(self, param: Tensor) -> dict[str, Layout | None]:
         return {"momentum_buffer": layout_of(param)}
 
-    def _begin(self, ready: Members) -> Callable[[], None]:
+    def _begin(self, ready: Members, check: Callable[[AbstractSet[Tensor]], None]) -> Callable[[], None]:
         """One step for the sharded parameters, and one for those that every rank holds whole."""
+        check(frozenset())
         sharded: Members = [(param, group) for param, group in ready if isinstance(param, RaggedDTensor)]
         whole: Members = [(param, group) for param, group in ready if not isinstance(param, RaggedDTensor)]
         steps = [self._matrix_step(members) for members in (sharded, whole) if members]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +16,31 @@ from ..planner.spec import Granularity
 from ..ragged.dtensor import RaggedDTensor
 from ..ragged.placement import RaggedShard
 from .hidden import is_hidden_matrix
-from .layouts import Layout, layout_of
+from .inverse_root import NoInverseRoot
+from .layouts import Layout, layout_of, new_state
 from .matrix_optimizer import MatrixOptimizer, Members, local_grad, members_of
 from .shampoo_blocks import BlockGrid, blocks_by_rank
-from .shampoo_step import BlockedShard, step_blocks
+from .shampoo_step import BlockedShard, Renewed, renewed_factors, step_blocks
 from .units import describe, local_elements, rank_prefix
 
 _BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class _MatrixStep:
+    """A step on one parameter, of which nothing is done yet that changes anything.
+
+    Attributes:
+        param, group, state: the parameter, its group, its state, which may be new.
+        shard: views of them.
+        renewed: what was computed already; None if this rank can't step.
+    """
+
+    param: Tensor
+    group: dict[str, Any]
+    state: dict[str, Tensor]
+    shard: BlockedShard
+    renewed: Mapping[int, tuple[Renewed, Renewed]] | None
 
 
 class Shampoo(MatrixOptimizer):
@@ -64,13 +84,14 @@ class Shampoo(MatrixOptimizer):
     Raises:
         ValueError: no matrix at all, a parameter or an option that an algorithm can't take, sharded parameters on
             several meshes, or a shard that cuts a block. :meth:`step` also raises
-            :class:`~vescale_compile.optim.gradients.UnusableGradients`, and
-            :class:`~vescale_compile.optim.inverse_root.NoInverseRoot` where factors of finite gradients overflow.
+            :class:`~vescale_compile.optim.gradients.UnusableGradients`, on every rank, where factors of finite
+            gradients overflow on one, or have no inverse roots.
     """
 
     algorithm = "shampoo"
     whole_options = frozenset({"block", "compile"})
     agreed_options = ("frequency",)
+    refusal = "has factors that overflow, or that have no inverse roots"
 
     def __init__(
         self,
@@ -162,21 +183,26 @@ class Shampoo(MatrixOptimizer):
             "right_root": right,
         }
 
-    def _begin(self, ready: Members) -> Callable[[], None]:
-        return functools.partial(self._step_matrices, {param for param, _ in ready})
-
-    def _step_matrices(self, ready: set[Tensor]) -> None:
-        before = 0  # blocks of the parameters that come first, with a gradient or without
+    def _begin(self, ready: Members, check: Callable[[AbstractSet[Tensor]], None]) -> Callable[[], None]:
+        gradients = {param for param, _ in ready}
+        steps, before = [], 0  # blocks of the parameters that come first, with a gradient or without
         for _, param, group in members_of(self.param_groups):
-            if group["algorithm"] != self.algorithm:
-                continue
-            if param in ready:
-                self._step_matrix(param, group, before)
-            before += self._grid(param).count
+            if group["algorithm"] == self.algorithm:
+                if param in gradients:
+                    steps.append(self._matrix_step(param, group, before))
+                before += self._grid(param).count
+        check({step.param for step in steps if step.renewed is None})
 
-    def _step_matrix(self, param: Tensor, group: dict[str, Any], before: int) -> None:
-        grid, state = self._grid(param), self.state_of(param, group)
-        state["step"] += 1
+        def finish() -> None:
+            for step in steps:
+                self._finish(step)
+
+        return finish
+
+    def _matrix_step(self, param: Tensor, group: dict[str, Any], before: int) -> _MatrixStep:
+        """What changes nothing of a parameter's step: its views, and the roots that are due."""
+        state = self.state.get(param) or new_state(param, self._layouts(param))
+        grid = self._grid(param)
         mine = param.device_mesh.get_local_rank() if isinstance(param, RaggedDTensor) else 0
         blocks = blocks_by_rank(param, grid)[mine]
         left, right = grid.largest
@@ -193,7 +219,18 @@ class Shampoo(MatrixOptimizer):
             blocks=blocks,
             first_due=[1 + (before + block.index) % group["frequency"] for block in blocks],
         )
-        step_blocks(shard, int(state["step"]), group, compiled=self.defaults["compile"])
+        try:
+            renewed = renewed_factors(shard, int(state["step"]) + 1, group)
+        except NoInverseRoot:
+            renewed = None
+        return _MatrixStep(param, group, state, shard, renewed)
+
+    def _finish(self, step: _MatrixStep) -> None:
+        assert step.renewed is not None  # or the check has raised
+        self.state[step.param] = step.state
+        step.state["step"] += 1
+        count = int(step.state["step"])
+        step_blocks(step.shard, count, step.renewed, step.group, compiled=self.defaults["compile"])
 
 
 def _granularity(block: int, name: str, param: Tensor) -> Granularity | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .inverse_root import inverse_root
+from .inverse_root import NoInverseRoot, inverse_root
 from .matrix_optimizer import scalar_lr
 from .shampoo_blocks import Block
 
@@ -44,7 +45,51 @@ class BlockedShard:
     first_due: Sequence[int]
 
 
-def step_blocks(shard: BlockedShard, step: int, options: Mapping[str, Any], *, compiled: bool) -> None:
+class Renewed(NamedTuple):
+    """A factor with a step's gradient in it, and its inverse root."""
+
+    factor: Tensor
+    root: Tensor
+
+
+def renewed_factors(shard: BlockedShard, step: int, options: Mapping[str, Any]) -> dict[int, tuple[Renewed, Renewed]]:
+    """Left and right, by block, of the blocks whose inverse roots are due in a step; nothing is changed.
+
+    So all ranks can find out, before they step, whether any of them can't.
+
+    Args:
+        step: counted from 1.
+
+    Raises:
+        NoInverseRoot: a factor has none, or is not going to be finite.
+    """
+    beta2, renewed, norms = options["betas"][1], {}, []
+
+    def renew(factor: Tensor, product: Tensor) -> Renewed:
+        factor = factor.lerp(product, 1 - beta2)
+        return Renewed(factor, inverse_root(factor / (1 - beta2**step), _ROOT, options["ridge"]))
+
+    for i, block in enumerate(shard.blocks):
+        grad, since = _of(shard.grad, block), step - shard.first_due[i]
+        norms.append(torch.linalg.vector_norm(grad))
+        if since >= 0 and since % options["frequency"] == 0:
+            (left, _), (right, _) = _factors(shard, i)
+            by_left, by_right = _products(grad)
+            renewed[i] = renew(left, by_left), renew(right, by_right)
+    # No element of a product is larger than the square of the norm.
+    if norms and not bool(torch.isfinite(torch.stack(norms).square()).all()):
+        raise NoInverseRoot(f"products of gradients overflow {shard.grad.dtype}")
+    return renewed
+
+
+def step_blocks(
+    shard: BlockedShard,
+    step: int,
+    renewed: Mapping[int, tuple[Renewed, Renewed]],
+    options: Mapping[str, Any],
+    *,
+    compiled: bool,
+) -> None:
     """Updates averages, factors, the roots that are due, and the parameter.
 
     One block at a time, and its operands in aligned memory: a product's bits may depend on the size of a batch and on
@@ -52,9 +97,7 @@ def step_blocks(shard: BlockedShard, step: int, options: Mapping[str, Any], *, c
 
     Args:
         step: counted from 1.
-
-    Raises:
-        NoInverseRoot: a factor has none.
+        renewed: from :func:`renewed_factors`.
     """
     beta1, beta2 = options["betas"]
     corrections = [torch.tensor(1 - beta**step, dtype=shard.param.dtype) for beta in (beta1, beta2)]
@@ -62,11 +105,14 @@ def step_blocks(shard: BlockedShard, step: int, options: Mapping[str, Any], *, c
         grad, average, square = (_of(tensor, block) for tensor in (shard.grad, shard.exp_avg, shard.exp_avg_sq))
         average.lerp_(grad, 1 - beta1)
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        _update_factors(shard, i, step, options)
-        roots = None
-        if step >= shard.first_due[i]:
-            left, right = shard.left_root[i], shard.right_root[i]
-            roots = _aligned(left[: block.rows, : block.rows]), _aligned(right[: block.columns, : block.columns])
+        (left, left_root), (right, right_root) = _factors(shard, i)
+        if i in renewed:
+            for kept, new in zip((left, left_root, right, right_root), itertools.chain(*renewed[i]), strict=True):
+                kept.copy_(new)
+        else:
+            for factor, product in zip((left, right), _products(grad), strict=True):
+                factor.lerp_(product, 1 - beta2)
+        roots = (_aligned(left_root), _aligned(right_root)) if step >= shard.first_due[i] else None
         update = (_run_compiled if compiled else preconditioned)(
             _copy(average), _copy(square), roots, *corrections, eps=options["eps"], grafting=options["grafting"]
         )
@@ -116,20 +162,18 @@ def _run_compiled(*args: Any, **options: Any) -> Tensor:
         return _compiled()(*args, **options)
 
 
-def _update_factors(shard: BlockedShard, i: int, step: int, options: Mapping[str, Any]) -> None:
-    """Takes a block's gradient into its factors, and computes their inverse roots if it is time."""
-    beta2, frequency, first = options["betas"][1], options["frequency"], shard.first_due[i]
-    due = step >= first and (step - first) % frequency == 0
-    grad = _copy(_of(shard.grad, shard.blocks[i]))
-    for product, factors, roots in (
-        (grad @ grad.T, shard.left, shard.left_root),
-        (grad.T @ grad, shard.right, shard.right_root),
-    ):
-        n = product.shape[0]
-        factor = factors[i, :n, :n]
-        factor.lerp_(product, 1 - beta2)
-        if due:
-            roots[i, :n, :n] = inverse_root(factor / (1 - beta2**step), _ROOT, options["ridge"])
+def _factors(shard: BlockedShard, i: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A block's left factor and its root, and its right ones: views."""
+    r, c = shard.blocks[i].rows, shard.blocks[i].columns
+    left, left_root = shard.left[i, :r, :r], shard.left_root[i, :r, :r]
+    right, right_root = shard.right[i, :c, :c], shard.right_root[i, :c, :c]
+    return (left, left_root), (right, right_root)
+
+
+def _products(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """What a block's left and right factors take in."""
+    grad = _copy(grad)
+    return grad @ grad.T, grad.T @ grad
 
 
 def _of(tensor: Tensor, block: Block) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..ragged.dtensor import RaggedDTensor
 from ..runtime.boundary import binding_of
+
+NamedParams = Sequence[tuple[str | None, Tensor]]
 
 
 def describe(param: Tensor, name: str | None = None) -> str:

@@ -1,0 +1,51 @@
+"""What the benchmarks' command lines share: kinds of values, and the record of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import wire
+
+
+def count(value: str) -> int:
+    """An option that is a whole number of at least 1."""
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return int(value)
+
+
+def seconds(value: str) -> float:
+    """An option that is a time above 0."""
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number of seconds")
+    return number
+
+
+def rate(value: str) -> str:
+    """An option that is a bandwidth, as ``tc`` writes it."""
+    if not wire.is_rate(value):
+        raise argparse.ArgumentTypeError(f"{value} is not a rate in bits per second, as 2gbit or 500mbit")
+    return value
+
+
+def write_record(path: Path, measured: dict[str, Any]) -> None:
+    """Writes figures as JSON, after the date, the command, the versions and the machine that they are of."""
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "machine": {"platform": platform.platform(), "cpus": len(os.sched_getaffinity(0))},
+        **measured,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
