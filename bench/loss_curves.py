@@ -159,7 +159,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=SIZES, default="small", help="of the example (%(default)s)")
     parser.add_argument("--batch", type=count, default=4, help="windows of a sharding rank (%(default)s)")
     parser.add_argument("--seq", type=count, default=128, help="bytes of a window (%(default)s)")
-    parser.add_argument("--steps", type=count, default=300, help="(%(default)s)")
+    parser.add_argument("--steps", type=count, default=200, help="(%(default)s)")
     parser.add_argument("--log-every", type=count, default=5, help="steps between two points (%(default)s)")
     parser.add_argument("--lowering", choices=["inductor", "eager"], default="eager", help="sharded (%(default)s)")
     parser.add_argument("--alone", choices=["inductor", "eager"], default="eager", help="one rank's (%(default)s)")

@@ -47,7 +47,12 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
 # seconds.
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["vescale_compile", "torch._dynamo", "torch.distributed.tensor.debug", "pytest"])
+_context.set_forkserver_preload(
+    [
+        *("vescale_compile", "vescale_compile.sharding", "vescale_compile.backend"),
+        *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "pytest"),
+    ]
+)
 
 
 class RanksFailed(AssertionError):

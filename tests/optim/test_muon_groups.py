@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from muon_cases import give_grads, random_tensors, shard, uneven, whole, world_mesh
-from ranks import fake_world, on_ranks
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -160,35 +160,6 @@ def test_a_group_added_later() -> None:
     before = second.detach().clone()
     optimizer.step()
     assert not torch.equal(second, before)
-
-
-def test_the_granularity_cuts_stacks_between_experts_and_matrices_anywhere() -> None:
-    granularity = {
-        "layers.0.experts.up": ((8, 6, 10), vc.Rows(6)),
-        "layers.0.attention.q": ((16, 16), None),
-        "layers.0.norm": ((16,), None),
-        "embed.positions": ((8, 6, 10), None),
-    }
-    for name, (shape, expected) in granularity.items():
-        assert Muon.granularity(name, nn.Parameter(torch.zeros(shape))) == expected
-    with fake_world(9):  # fewer experts than ranks: whole ones would cost padding
-        assert Muon.granularity("layers.0.experts.up", nn.Parameter(torch.zeros(8, 6, 10))) is None
-
-
-def test_experts_are_counted_against_the_ranks_that_shard_not_against_replicas() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.Parameter(torch.zeros(4, 6, 10))
-
-    def ends(replicas: int, shards: int) -> list[int]:
-        with fake_world(8):
-            mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-            layer = vc.fully_shard(Layer(), mesh=mesh, granularity=Muon.granularity)
-            return [stop for _, stop in layer.experts.placement.intervals((4, 6, 10))]
-
-    assert all(stop % 60 == 0 for stop in ends(2, 4))
-    assert any(stop % 60 for stop in ends(1, 8))
 
 
 WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {

@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from muon_cases import random_tensors
-from ranks import on_ranks
+from ranks import fake_world, on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import vescale_compile as vc
 from vescale_compile.optim.balance import choose_roots
 from vescale_compile.optim.exchange import PackedExchange
 from vescale_compile.optim.matrices import Matrix, MatrixPlan, matrices_of, plan_matrices
+from vescale_compile.optim.muon import Muon
 from vescale_compile.optim.newton_schulz import NewtonSchulz, flops, orthogonalize
 
 
@@ -133,3 +137,32 @@ def test_an_exchange_delivers_every_run_in_the_order_expected(dtype: torch.dtype
     )
     expected = [torch.full((numel,), float(value), dtype=dtype) for _, to, numel, value in runs if to == me]
     assert all(torch.equal(a, b) for a, b in zip(exchange.wait(), expected, strict=True))
+
+
+def test_the_granularity_cuts_stacks_between_experts_and_matrices_anywhere() -> None:
+    granularity = {
+        "layers.0.experts.up": ((8, 6, 10), vc.Rows(6)),
+        "layers.0.attention.q": ((16, 16), None),
+        "layers.0.norm": ((16,), None),
+        "embed.positions": ((8, 6, 10), None),
+    }
+    for name, (shape, expected) in granularity.items():
+        assert Muon.granularity(name, nn.Parameter(torch.zeros(shape))) == expected
+    with fake_world(9):  # fewer experts than ranks: whole ones would cost padding
+        assert Muon.granularity("layers.0.experts.up", nn.Parameter(torch.zeros(8, 6, 10))) is None
+
+
+def test_experts_are_counted_against_the_ranks_that_shard_not_against_replicas() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.zeros(4, 6, 10))
+
+    def ends(replicas: int, shards: int) -> list[int]:
+        with fake_world(8):
+            mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+            layer = vc.fully_shard(Layer(), mesh=mesh, granularity=Muon.granularity)
+            return [stop for _, stop in layer.experts.placement.intervals((4, 6, 10))]
+
+    assert all(stop % 60 == 0 for stop in ends(2, 4))
+    assert any(stop % 60 for stop in ends(1, 8))

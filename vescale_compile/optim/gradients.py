@@ -76,9 +76,10 @@ def check_gradients(
         if bad or useless:
             on = f", on rank {(bad or useless) - 1}" if mesh is not None else ""
             what = "has NaN or infinite elements" if bad else reason
+            scaler = ", or step through torch.amp.GradScaler, which skips such steps" if bad else ""
             raise UnusableGradients(
-                f"{where}the gradient of {describe(param, name)} {what}{on}. Nothing was changed: skip this step, or "
-                "step through torch.amp.GradScaler, which skips steps whose gradients are not finite."
+                f"{where}the gradient of {describe(param, name)} {what}{on}. Nothing was changed: skip this step"
+                f"{scaler}."
             )
 
 

@@ -63,7 +63,8 @@ class Shampoo(MatrixOptimizer):
     Groups are as those of :class:`~vescale_compile.optim.muon.Muon`, with ``"shampoo"`` for its ``"muon"``.
 
     Memory for a matrix of b blocks of r x c elements: 2 b (r^2 + c^2) elements for factors and their roots, and twice
-    the matrix for averages.
+    the matrix for averages. During a step those factors and roots that are due exist twice, one in ``frequency``: they
+    are computed before anything changes, so that all ranks refuse a step that one of them can't take.
 
     Args:
         params: parameters, named parameters, or groups of either; float32 or float64. Sharded ones are on one mesh.
