@@ -9,7 +9,7 @@ captured       hoist        moves those calls out of checkpointed regions
 captured       bind         parameters → one flat input for each unit, gathered and unpacked at first use
 (AOTAutograd)               derives the backward: pack and reduce-scatter, one for each unit
 joint          reshard      says which gathers the backward repeats and which results it keeps
-(partitioner)               cuts the joint graph into forward and backward
+(partitioner)  retain       cuts the joint graph into forward and backward; keeps what the memory budget allows
 partitioned    expand       each collective → a buffer, a launch and a wait
 partitioned    sink         gradients are written where they will be reduced
 partitioned    overlap      launches and waits are placed beside computation, within the memory budget
@@ -36,6 +36,7 @@ from .hoist import hoist
 from .memory import peak_of
 from .overlap import ordered_nodes, overlap
 from .reshard import reshard
+from .retain import retain
 from .sink import sink
 from .summary import Summary
 from .verify import verify
@@ -76,7 +77,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(Stage.PARTITIONED, verify, requires=frozenset({"launches and waits", "slots"})),
 )
 
-__all__ = ["PIPELINE", "check_pipeline", "ordered_nodes", "run_stage", "summarize"]
+__all__ = ["PIPELINE", "check_pipeline", "ordered_nodes", "retain", "run_stage", "summarize"]
 
 Observer = Callable[[str, fx.GraphModule], None]
 

@@ -38,6 +38,10 @@ class Lifetime:
     def dtype(self) -> torch.dtype:
         return self.node.meta["val"].dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
     def overlaps(self, other: Lifetime) -> bool:
         return self.first <= other.last and other.first <= self.last
 
@@ -93,13 +97,12 @@ def _share(buffers: Sequence[Lifetime]) -> list[_Tenants]:
 
 
 def _describe(slot: _Tenants, context: CompileContext) -> SlotUse:
-    size = slot.dtype.itemsize
     tenants = []
     for lifetime in sorted(slot.lifetimes, key=lambda each: each.first):
         buffer = marked_buffer(lifetime.node)
         what = f"{buffer.use.value} of {context.units[buffer.unit].name}"
-        tenants.append(Tenant(what, lifetime.numel * size, lifetime.first, lifetime.last))
-    return SlotUse(str(slot.dtype), slot.lifetimes[0].numel * size, tuple(tenants))
+        tenants.append(Tenant(what, lifetime.nbytes, lifetime.first, lifetime.last))
+    return SlotUse(str(slot.dtype), slot.lifetimes[0].nbytes, tuple(tenants))
 
 
 def _append_input(graph: fx.Graph, name: str, slot: _Tenants) -> None:

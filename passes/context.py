@@ -109,7 +109,7 @@ class GraphUnit:
         port: example of the port [world_size * S] if gradients leave the graph unreduced, else None.
         views: the parameters that the graph reads.
         comm: sizes, dtypes and process group of its collectives.
-        reshard_after_forward: gather again in the backward.
+        reshard_after_forward: gather again in the backward, unless a memory budget leaves room to keep it.
     """
 
     name: str
@@ -133,6 +133,21 @@ class ParamInput:
     name: str
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a graph of a step takes, apart from shards and optimizer states.
+
+    Attributes:
+        slots: its static memory.
+        peak: its fullest moment outside slots, bytes.
+        allowance: bytes that the step may take for this graph's sake where no budget is given.
+    """
+
+    slots: tuple[SlotSpec, ...]
+    peak: int
+    allowance: int
+
+
 @dataclass
 class CompileContext:
     """One compilation: what the passes read, and what they find out for those after them.
@@ -145,6 +160,8 @@ class CompileContext:
         units: units in the order in which the graph first needs them.
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
+        kept: units that may be resharded and are kept for the backward, because the memory budget allows it.
+        needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
         collectives: each verified graph's collectives, in order, one line each.
@@ -161,6 +178,8 @@ class CompileContext:
     units: tuple[GraphUnit, ...]
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
+    needs: dict[Part, Need] = field(default_factory=dict)
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0
     collectives: dict[Part, list[str]] = field(default_factory=dict)
@@ -168,6 +187,15 @@ class CompileContext:
     slot_uses: dict[Part, tuple[SlotUse, ...]] = field(default_factory=dict)
     summaries: dict[Part, Summary] = field(default_factory=dict)
     part: Part | None = None
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of all units, on this rank."""
+        return sum(unit.shard_bytes for unit in self.units)
+
+    def reshards(self, unit: int) -> bool:
+        """Whether a unit is gathered again in the backward, by its ordinal."""
+        return self.units[unit].reshard_after_forward and unit not in self.kept
 
 
 PassFn = Callable[[fx.GraphModule, CompileContext], None]

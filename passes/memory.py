@@ -24,14 +24,20 @@ from .summary import Peak
 def peak_of(graph: fx.Graph, context: CompileContext, without: Collection[fx.Node] = ()) -> Peak:
     """The graph's fullest moment, ``without`` counting what will lie in slots."""
     fullest = Peak("nothing")
-    for node, live in _live(graph, context, without):
+    assert context.part is not None
+    for node, live in _live(graph, context, context.part, without):
         if live.total() > fullest.nbytes:
             fullest = Peak(node.name, **live)
     return fullest
 
 
+def live_bytes(graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]) -> list[int]:
+    """What is live while each node runs, ``without`` what will lie in slots."""
+    return [live.total() for _, live in _live(graph, context, part, without)]
+
+
 def _live(
-    graph: fx.Graph, context: CompileContext, without: Collection[fx.Node]
+    graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]
 ) -> Iterator[tuple[fx.Node, Counter[str]]]:
     """What is live while each node runs, in bytes by kind. The forward's inputs are its caller's and stay; the
     backward frees what it was given after its last use."""
@@ -40,7 +46,7 @@ def _live(
     deaths: dict[int, list[fx.Node]] = {}
     for node, last in _last_uses(graph, bases, order).items():
         if node not in without and _is_memory(node, context):
-            keeps = node.op == "placeholder" and context.part is not Part.BACKWARD
+            keeps = node.op == "placeholder" and part is not Part.BACKWARD
             births.setdefault(order[node], []).append(node)
             deaths.setdefault(len(order) if keeps else last, []).append(node)
     live: Counter[str] = Counter()

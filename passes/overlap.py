@@ -1,80 +1,45 @@
 """Moves launches and waits so that collectives run beside computation, as the cost model predicts it.
 
-The graph's computation keeps its order and is cut into segments, at the nodes where a unit's parameters are first or
-last read and its gradients first or last written. Each segment has a time and the memory that is live in it; each
-collective has a time, its readers and its writers. :func:`vescale_compile.schedule.find_schedule` places the launches
-and waits with the least exposed communication within the memory budget, and the graph's nodes are moved to match.
+:func:`vescale_compile.schedule.find_schedule` places the launches and waits of the graph's task graph with the least
+exposed communication within the memory budget, and the graph's nodes are moved to match. The budget is the step's: what
+the other graphs of the step take, of slots and of everything else, is counted with this one's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import fx
 from torch._ops import OpOverload
 
-from ..cost import collective_cost
-from ..cost.compute import compute_seconds
 from ..runtime.pool import pooled_bytes
-from ..schedule import (
-    BudgetError,
-    Compute,
-    Launch,
-    Run,
-    Schedule,
-    TaskGraph,
-    Transfer,
-    find_schedule,
-    least_peak,
-)
+from ..schedule import BudgetError, Launch, Run, Schedule, TaskGraph, find_schedule, least_peak
 from ..torch_internals import generates_code_for
-from .aliases import bases_of, is_view, touches_of
+from .aliases import is_view
 from .assign import lifetimes, slots_for
-from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of, comm_of, fail, marked_buffer
-from .edit import nbytes_of, order_of
-from .expand import CASTS
+from .context import CompileContext, Need, buffer_of, comm_of, fail
+from .edit import order_of
 from .memory import peak_of
+from .tasks import Collective, collectives_of, segments_of, task_graph
 
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a graph.
-
-    Attributes:
-        kind, unit: as of its nodes' marks.
-        launch, wait: its nodes.
-        buffers: what the launch takes that must exist before it.
-        touched: computation that reads the gathered parameters, or writes the gradients, in order.
-        escapes: whether the gathered parameters are kept for the backward.
-        casts: of a reduction's result, right behind its wait.
-    """
-
-    kind: str
-    unit: int
-    launch: fx.Node
-    wait: fx.Node
-    buffers: tuple[fx.Node, ...]
-    touched: tuple[fx.Node, ...]
-    escapes: bool
-    casts: tuple[fx.Node, ...]
-
-    @property
-    def gathers(self) -> bool:
-        return self.kind == ALL_GATHER
 
 
 def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     assert context.part is not None
     collectives = collectives_of(gm.graph)
-    segments = _segments(gm.graph, collectives)
+    segments = segments_of(gm.graph, collectives)
     if not collectives or not segments:
         return
-    tasks = _task_graph(gm.graph, context, collectives, segments)
-    _schedule(tasks, gm.graph, context, collectives, segments)
+    others = [need for part, need in context.needs.items() if part is not context.part]
+    # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
+    fullest = max([_own_peak(gm.graph, context), *(other.peak for other in others)])
+    tasks = task_graph(gm.graph, context, collectives, segments, context.shard_bytes + fullest)
+    _schedule(tasks, gm.graph, context, collectives, segments, others)
+    context.needs[context.part] = Need(
+        slots_for(lifetimes(gm.graph)), _own_peak(gm.graph, context), least_peak(tasks) + room_ahead(tasks)
+    )
 
 
 def _schedule(
@@ -83,13 +48,14 @@ def _schedule(
     context: CompileContext,
     collectives: Sequence[Collective],
     segments: Sequence[list[fx.Node]],
+    others: Sequence[Need],
 ) -> None:
-    """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large, and other
-    graphs' slots are there too: while all together exceed the budget, the schedule gets less."""
+    """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large: while they
+    exceed the budget, the schedule gets less."""
     least = least_peak(tasks)
     budget = context.memory_budget
     if budget is None:
-        budget = least + _room(tasks)
+        budget = max([least + room_ahead(tasks), *(other.allowance for other in others)])
     limit = budget
     for _ in range(_ATTEMPTS):
         try:
@@ -98,114 +64,26 @@ def _schedule(
             assert context.part is not None
             fail(context, None, f"{context.part.value}: {error}")
         _move(graph, found.schedule, collectives, segments)
-        excess = _planned_bytes(graph, context) - budget
+        excess = _planned_bytes(graph, context, others) - budget
         if excess <= 0 or limit == least:
             return
         limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
 
 
-def _planned_bytes(graph: fx.Graph, context: CompileContext) -> int:
-    """What a step will take: slots of this graph and of those before it, and the fullest moment of any."""
-    buffers = lifetimes(graph)
-    peaks = [summary.peak.nbytes for summary in context.summaries.values()]
-    slots = [*context.slots.values(), slots_for(buffers)]
-    own = peak_of(graph, context, {buffer.node for buffer in buffers})
-    return _shard_bytes(context) + pooled_bytes(slots) + max([own.nbytes, *peaks])
+def _planned_bytes(graph: fx.Graph, context: CompileContext, others: Sequence[Need]) -> int:
+    """What a step will take: slots of all its graphs, and the fullest moment of any."""
+    slots = pooled_bytes([*(other.slots for other in others), slots_for(lifetimes(graph))])
+    return context.shard_bytes + slots + max([_own_peak(graph, context), *(other.peak for other in others)])
 
 
-def _shard_bytes(context: CompileContext) -> int:
-    return sum(unit.shard_bytes for unit in context.units)
+def _own_peak(graph: fx.Graph, context: CompileContext) -> int:
+    return peak_of(graph, context, {buffer.node for buffer in lifetimes(graph)}).nbytes
 
 
-def _room(tasks: TaskGraph) -> int:
+def room_ahead(tasks: TaskGraph) -> int:
     """What overlap may take where no budget is given: one unit's parameters, and one unit's gradients, more than a
     schedule that waits for everything at once. It is what gathering one unit ahead takes."""
     return max(t.output_bytes for t in tasks.transfers) + max(t.input_bytes for t in tasks.transfers)
-
-
-def collectives_of(graph: fx.Graph) -> list[Collective]:
-    """The collectives of a graph, in the order of their launches."""
-    touched = touches_of(graph, bases_of(graph))
-    waits = {
-        (comm.kind, comm.unit): node
-        for node in graph.nodes
-        if (comm := comm_of(node)) is not None and comm.role is Role.WAIT
-    }
-    found = []
-    for node in graph.nodes:
-        comm = comm_of(node)
-        if comm is None or comm.role is Role.WAIT:
-            continue
-        buffers = [arg for arg in node.all_input_nodes if buffer_of(arg) is not None]
-        nodes = [each for each in touched[buffers[0]] if comm_of(each) is None]
-        reduced = [user for buffer in buffers[1:] for user in touched[buffer]]
-        found.append(
-            Collective(
-                comm.kind,
-                comm.unit,
-                node,
-                waits[comm.kind, comm.unit],
-                tuple(buffers),
-                tuple(each for each in nodes if each.op != "output"),
-                any(each.op == "output" for each in nodes),
-                tuple(user for user in reduced if user.target in CASTS),
-            )
-        )
-    return found
-
-
-def _segments(graph: fx.Graph, collectives: Sequence[Collective]) -> list[list[fx.Node]]:
-    """The computation, cut before the first and after the last node that touches a collective's buffer."""
-    casts = {cast for each in collectives for cast in each.casts}
-    firsts = {each.touched[0] for each in collectives if each.touched}
-    lasts = {each.touched[-1] for each in collectives if each.touched}
-    segments: list[list[fx.Node]] = []
-    ended = True
-    for node in graph.nodes:
-        if node.op != "call_function" or is_view(node) or _is_communication(node):
-            continue
-        if node in casts:
-            continue
-        if ended or node in firsts:
-            segments.append([])
-        segments[-1].append(node)
-        ended = node in lasts
-    return segments
-
-
-def _is_communication(node: fx.Node) -> bool:
-    return comm_of(node) is not None or buffer_of(node) is not None
-
-
-def _task_graph(
-    graph: fx.Graph, context: CompileContext, collectives: Sequence[Collective], segments: Sequence[list[fx.Node]]
-) -> TaskGraph:
-    seconds = compute_seconds(graph.nodes, context.cluster.device, fused=context.lowering is Lowering.INDUCTOR)
-    # Slots are there all the time, so what they may take is what the fullest moment leaves.
-    live = peak_of(graph, context, {lifetime.node for lifetime in lifetimes(graph)}).nbytes
-    shards = _shard_bytes(context)
-    compute = [Compute(segment[0].name, sum(seconds[node] for node in segment), shards + live) for segment in segments]
-    place = {node: number for number, segment in enumerate(segments) for node in segment}
-    transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
-    return TaskGraph(tuple(compute), tuple(transfers))
-
-
-def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:
-    full = nbytes_of(each.buffers[0])
-    scratch = sum(nbytes_of(buffer) for buffer in each.buffers[1:] if marked_buffer(buffer).use is Use.SCRATCH)
-    cost = collective_cost(context.cluster, each.kind, full)
-    touched = tuple(sorted({place[node] for node in each.touched}))
-    return Transfer(
-        f"{each.kind} of {context.units[each.unit].name}",
-        cost.latency,
-        cost.wire_time,
-        writers=() if each.gathers else touched or (0,),
-        readers=(touched or (segments - 1,)) if each.gathers else (),
-        input_bytes=0 if each.gathers else full + scratch,
-        output_bytes=full if each.gathers and not each.escapes else 0,
-        lane=each.kind,
-        load=cost.load,
-    )
 
 
 def _move(

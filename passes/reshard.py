@@ -23,8 +23,7 @@ def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
     recomputed: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.target is ops.all_gather:
-            unit = context.units[node.args[1]]
-            if unit.reshard_after_forward:
+            if context.reshards(node.args[1]):
                 recomputed |= {node, *_casts_before(node)}
             else:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

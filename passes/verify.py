@@ -148,7 +148,7 @@ class _Execution:
             return
         for kept in outputs[self.context.results :]:
             mark = buffer_of(self.bases[kept]) if isinstance(kept, fx.Node) else None
-            if mark and mark.use is Use.PARAMETERS and self.context.units[mark.unit].reshard_after_forward:
+            if mark and mark.use is Use.PARAMETERS and self.context.reshards(mark.unit):
                 name = self.context.units[mark.unit].name
                 fail(self.context, output, f"unit {name} is resharded after forward, but its parameters are kept")
 

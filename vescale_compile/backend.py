@@ -19,7 +19,7 @@ from .capture import Capture, capture
 from .compiled import CompiledGraph, check_agreement
 from .dump import GraphDump
 from .options import Options, read_options
-from .passes import ordered_nodes, run_stage, summarize
+from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
 from .report import GraphReport, check_budget
 from .runtime.agreement import agree_on_buffers
@@ -27,6 +27,8 @@ from .runtime.pool import SlotSpec, with_slots
 from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
 from .torch_internals import (
+    Cut,
+    Halves,
     KeptOrder,
     WrappedPartitioner,
     aot_compile,
@@ -140,11 +142,13 @@ def _lower_eager(
 
 
 def _partitioner(context: CompileContext, dump: GraphDump) -> WrappedPartitioner:
-    def run_joint(gm: fx.GraphModule, results: int) -> None:
+    def split(gm: fx.GraphModule, results: int, cut: Cut) -> Halves:
         context.results = results
-        run_stage(Stage.JOINT, gm, context, functools.partial(dump.write, stage=Stage.JOINT.value))
+        observe = functools.partial(dump.write, stage=Stage.JOINT.value)
+        return retain(gm, context, lambda joint: run_stage(Stage.JOINT, joint, context, observe), cut)
 
-    return WrappedPartitioner(run_joint, identity=repr([unit.reshard_after_forward for unit in context.units]))
+    policies = [unit.reshard_after_forward for unit in context.units]
+    return WrappedPartitioner(split, identity=repr((policies, context.memory_budget)))
 
 
 def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, dump: GraphDump) -> tuple[SlotSpec, ...]:

@@ -23,8 +23,9 @@ class Options:
             debugging and for bit-exact comparison with ``backend="aot_eager"``.
         deadline: seconds that a rank waits for the others' word that they compiled the same collectives.
         memory_budget: bytes that a step may take on a rank, optimizer states apart: a number, or text such as
-            ``"40GB"``. Compiling raises GraphError where no schedule fits. None: what it
-            takes to gather and to reduce one unit ahead.
+            ``"40GB"``. What it leaves is used to keep units for the backward that would be gathered again, and to
+            launch ahead. Compiling raises GraphError where no schedule fits. None: what it takes to gather and to
+            reduce one unit ahead.
         cluster: what schedules are made for: a :class:`vescale_compile.cost.Cluster`, the name of a preset
             (``"h100"``), or the path of a calibration file. None: what this machine seems to be.
         registered_memory: slots are memory that the process group has registered with its network (NCCL). Compiling

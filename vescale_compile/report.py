@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .capture import Capture
-from .passes.context import GraphError, Part
+from .passes.context import CompileContext, GraphError, Part
 from .passes.summary import Direction, Kind, Summary
 from .runtime.pool import pooled_bytes
 
@@ -23,7 +23,7 @@ class UnitReport:
     parameters: int  # that the graph reads
     shard_bytes: int
     gathered_bytes: int
-    reshard_after_forward: bool
+    after_forward: str  # what becomes of the gathered parameters
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class GraphReport:
                 len(unit.views),
                 unit.shard_bytes,
                 unit.shard.numel() * unit.comm.world_size * unit.comm.param_dtype.itemsize,
-                unit.reshard_after_forward,
+                _after_forward(context, ordinal),
             )
-            for unit in context.units
+            for ordinal, unit in enumerate(context.units)
         )
         slot_bytes = pooled_bytes(context.slots.values())
         return GraphReport(context.rank, context.lowering.value, tuple(units), dict(context.summaries), slot_bytes)
@@ -97,6 +97,12 @@ def check_budget(graph: GraphReport, budget: int | None) -> None:
         )
 
 
+def _after_forward(context: CompileContext, unit: int) -> str:
+    if not context.reshards(unit):
+        return "kept: memory_budget allows it" if unit in context.kept else "kept"
+    return "resharded"
+
+
 def _lines(graph: GraphReport) -> Iterator[str]:
     yield f"rank {graph.rank}, {graph.lowering} lowering, {len(graph.units)} units"
     yield from _table(
@@ -107,7 +113,7 @@ def _lines(graph: GraphReport) -> Iterator[str]:
                 str(unit.parameters),
                 _size(unit.shard_bytes),
                 _size(unit.gathered_bytes),
-                "resharded" if unit.reshard_after_forward else "kept",
+                unit.after_forward,
             )
             for unit in graph.units
         ],

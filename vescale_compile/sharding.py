@@ -52,7 +52,8 @@ def fully_shard(
             2-D mesh with named dimensions: parameters are sharded over dimension 1 and replicated over dimension 0,
             over which gradients are averaged after their reduce-scatter. Replicas must begin with equal values, which
             is checked at first use.
-        reshard_after_forward: free gathered parameters after the forward, and gather again in the backward.
+        reshard_after_forward: free gathered parameters after the forward, and gather again in the backward; where
+            the backend is given a ``memory_budget``, only of as many units as it takes to stay within it.
             False keeps them: one gather less, and the memory of the unsharded parameters.
         mp_policy: dtypes of gathers, reductions, inputs and outputs. Sharded parameters keep their own dtype.
         granularity: called with each parameter's name and the parameter; the smallest piece that may not be

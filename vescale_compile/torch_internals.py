@@ -129,25 +129,30 @@ def aot_compile(
         )(gm, example_inputs)
 
 
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+Cut = Callable[[fx.GraphModule], Halves]
+
+
 class WrappedPartitioner(CustomPartitionerFn):
-    """A partitioner with passes in front of it.
+    """A partitioner with passes around it.
 
     The public hook for joint graphs (``joint_custom_post_pass``) is Inductor's alone; a partitioner serves
-    eager lowering too. ``before`` gets the joint graph and the number of its outputs that are the forward's.
-    Inductor's cache key holds :meth:`uuid`.
+    eager lowering too. ``split`` gets the joint graph, the number of its outputs that are the forward's, and a
+    function that partitions such a graph. Inductor's cache key holds :meth:`uuid`.
     """
 
-    def __init__(self, before: Callable[[fx.GraphModule, int], None], identity: str) -> None:
-        self._before = before
+    def __init__(self, split: Callable[[fx.GraphModule, int, Cut], Halves], identity: str) -> None:
+        self._split = split
         self._identity = identity
         self._inner = torch._inductor.config.custom_partitioner_fn
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self._before(gm, kwargs["num_fwd_outputs"])
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
         inner = self._inner if self._inner is not None else min_cut_rematerialization_partition
-        return inner(gm, joint_inputs, **kwargs)
+
+        def cut(joint: fx.GraphModule) -> Halves:
+            return inner(joint, joint_inputs, **kwargs)
+
+        return self._split(gm, kwargs["num_fwd_outputs"], cut)
 
     def uuid(self) -> str:
         return self._identity

@@ -1,0 +1,76 @@
+"""Cuts the joint graph into forward and backward, and keeps parameters for the backward where memory allows it.
+
+``reshard_after_forward=True`` lets a unit's memory go where it is short. Without a memory budget it always goes. With
+one, as many units are kept as fit and pay (selective resharding): the graph is cut with everything resharded, which
+shows what the step needs and what each unit would take for how long; then, if any are to be kept, it is cut again.
+Units are taken in the order of the time that they save for the memory they hold. What the last of them takes could
+also be used to launch further ahead, so the schedules of a few numbers of units are compared, and of those that are
+equally fast the one with the fewest gathers is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from ..schedule import find_schedule, least_peak
+from .context import CompileContext
+from .step import Halves, Step, copied, survey
+
+_EQUAL = 1.001  # times that differ by less are the same to a cost model
+
+
+def retain(
+    gm: fx.GraphModule,
+    context: CompileContext,
+    mark: Callable[[fx.GraphModule], None],
+    cut: Callable[[fx.GraphModule], Halves],
+) -> Halves:
+    """Cuts a joint graph.
+
+    Args:
+        gm: the joint graph.
+        context: ``kept`` and ``needs`` are set.
+        mark: the passes that say what the backward repeats.
+        cut: the partitioner.
+
+    Returns:
+        The forward and the backward.
+    """
+    budget = context.memory_budget
+    first = gm if budget is None else copied(gm)
+    mark(first)
+    halves = cut(first)
+    step = survey(halves, context)
+    if budget is not None:
+        kept = _worth_keeping(step, budget)
+        while kept:
+            context.kept = frozenset(kept)
+            again = copied(gm)
+            mark(again)
+            with_kept = cut(again)
+            after = survey(with_kept, context)
+            if after.planned() <= budget:
+                halves, step = with_kept, after
+                break
+            kept = kept[:-1]  # the partitioner saved more than the parameters, a cast of them, say
+            context.kept = frozenset()
+    context.needs = step.needs()
+    return halves
+
+
+def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
+    """The units to keep, by ordinal, the one that is worth most first."""
+    order = step.gathered_again
+    most = next((count for count in range(len(order), 0, -1) if step.planned(frozenset(order[:count])) <= budget), 0)
+    counts = sorted({max(most - less, 0) for less in (0, *(1 << power for power in range(len(order).bit_length())))})
+    seconds = {count: _seconds(step, frozenset(order[:count]), budget) for count in counts} if most else {0: 0.0}
+    return order[: max(count for count in seconds if seconds[count] <= min(seconds.values()) * _EQUAL)]
+
+
+def _seconds(step: Step, kept: frozenset[int], budget: int) -> float:
+    """How long the forward and the backward take if each gets what the budget leaves beyond the least."""
+    spare = max(0, budget - step.planned(kept))
+    graphs = step.tasks(kept).values()
+    return sum(find_schedule(tasks, least_peak(tasks) + spare).timeline.makespan for tasks in graphs)

@@ -1,0 +1,139 @@
+"""A graph as a task graph: its computation in segments, its collectives as transfers.
+
+The computation keeps its order and is cut at the nodes where a unit's parameters are first or last read and its
+gradients first or last written. Each segment has a time, and each collective a time, its readers and its writers, as
+the cost model predicts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..cost import collective_cost
+from ..cost.compute import compute_seconds
+from ..schedule import Compute, TaskGraph, Transfer
+from .aliases import bases_of, is_view, touches_of
+from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of, comm_of, marked_buffer
+from .edit import nbytes_of
+from .expand import CASTS
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a graph.
+
+    Attributes:
+        kind, unit: as of its nodes' marks.
+        launch, wait: its nodes.
+        buffers: what the launch takes that must exist before it.
+        touched: computation that reads the gathered parameters, or writes the gradients, in order.
+        escapes: whether the gathered parameters are kept for the backward.
+        casts: of a reduction's result, right behind its wait.
+    """
+
+    kind: str
+    unit: int
+    launch: fx.Node
+    wait: fx.Node
+    buffers: tuple[fx.Node, ...]
+    touched: tuple[fx.Node, ...]
+    escapes: bool
+    casts: tuple[fx.Node, ...]
+
+    @property
+    def gathers(self) -> bool:
+        return self.kind == ALL_GATHER
+
+
+def collectives_of(graph: fx.Graph) -> list[Collective]:
+    """The collectives of a graph, in the order of their launches."""
+    touched = touches_of(graph, bases_of(graph))
+    waits = {
+        (comm.kind, comm.unit): node
+        for node in graph.nodes
+        if (comm := comm_of(node)) is not None and comm.role is Role.WAIT
+    }
+    found = []
+    for node in graph.nodes:
+        comm = comm_of(node)
+        if comm is None or comm.role is Role.WAIT:
+            continue
+        buffers = [arg for arg in node.all_input_nodes if buffer_of(arg) is not None]
+        nodes = [each for each in touched[buffers[0]] if comm_of(each) is None]
+        reduced = [user for buffer in buffers[1:] for user in touched[buffer]]
+        found.append(
+            Collective(
+                comm.kind,
+                comm.unit,
+                node,
+                waits[comm.kind, comm.unit],
+                tuple(buffers),
+                tuple(each for each in nodes if each.op != "output"),
+                any(each.op == "output" for each in nodes),
+                tuple(user for user in reduced if user.target in CASTS),
+            )
+        )
+    return found
+
+
+def segments_of(graph: fx.Graph, collectives: Sequence[Collective]) -> list[list[fx.Node]]:
+    """The computation, cut before the first and after the last node that touches a collective's buffer."""
+    casts = {cast for each in collectives for cast in each.casts}
+    firsts = {each.touched[0] for each in collectives if each.touched}
+    lasts = {each.touched[-1] for each in collectives if each.touched}
+    segments: list[list[fx.Node]] = []
+    ended = True
+    for node in graph.nodes:
+        if node.op != "call_function" or is_view(node) or _is_communication(node):
+            continue
+        if node in casts:
+            continue
+        if ended or node in firsts:
+            segments.append([])
+        segments[-1].append(node)
+        ended = node in lasts
+    return segments
+
+
+def _is_communication(node: fx.Node) -> bool:
+    return comm_of(node) is not None or buffer_of(node) is not None
+
+
+def task_graph(
+    graph: fx.Graph,
+    context: CompileContext,
+    collectives: Sequence[Collective],
+    segments: Sequence[list[fx.Node]],
+    live_bytes: int,
+) -> TaskGraph:
+    """The graph's segments and collectives as tasks.
+
+    Args:
+        live_bytes: what the step takes all the time, apart from the collectives' buffers.
+    """
+    seconds = compute_seconds(graph.nodes, context.cluster.device, fused=context.lowering is Lowering.INDUCTOR)
+    compute = [Compute(segment[0].name, sum(seconds[node] for node in segment), live_bytes) for segment in segments]
+    place = {node: number for number, segment in enumerate(segments) for node in segment}
+    transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
+    return TaskGraph(tuple(compute), tuple(transfers))
+
+
+def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:
+    full = nbytes_of(each.buffers[0])
+    scratch = sum(nbytes_of(buffer) for buffer in each.buffers[1:] if marked_buffer(buffer).use is Use.SCRATCH)
+    cost = collective_cost(context.cluster, each.kind, full)
+    touched = tuple(sorted({place[node] for node in each.touched}))
+    return Transfer(
+        f"{each.kind} of {context.units[each.unit].name}",
+        cost.latency,
+        cost.wire_time,
+        writers=() if each.gathers else touched or (0,),
+        readers=(touched or (segments - 1,)) if each.gathers else (),
+        input_bytes=0 if each.gathers else full + scratch,
+        output_bytes=full if each.gathers and not each.escapes else 0,
+        lane=each.kind,
+        load=cost.load,
+    )

@@ -1,0 +1,103 @@
+"""Selective resharding: within a memory budget, what the backward need not gather again."""
+
+from dataclasses import replace
+
+import models
+import pytest
+import torch
+from ranks import fake_world, on_ranks
+from torch.profiler import ProfilerActivity, profile
+
+import vescale_compile as vc
+from vescale_compile.cost import PRESETS
+from vescale_compile.passes.context import Part
+from vescale_compile.passes.summary import Kind
+
+SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
+AMPLE = 10**9
+
+
+def deep() -> torch.nn.Module:
+    return models.Uneven(layers=6)
+
+
+def sharded(build: models.Model = deep, reshard: bool = True) -> torch.nn.Module:
+    torch._dynamo.reset()
+    return vc.fully_shard(models.build(build), reshard_after_forward=reshard)
+
+
+def explained(budget: int | None, reshard: bool = True):
+    options = {"lowering": "eager", "cluster": SLOW_WIRE, "memory_budget": budget}
+    (graph,) = vc.explain(sharded(reshard=reshard), *models.batches(1, 11)[0], options=options).graphs
+    return graph
+
+
+def gathers(graph, part: Part) -> int:
+    return sum(entry.kind is Kind.ALL_GATHER for entry in graph.parts[part].entries)
+
+
+def between() -> int:
+    """A budget with room for some of the units."""
+    return (explained(None).peak_bytes + explained(None, reshard=False).peak_bytes) // 2
+
+
+def test_the_backward_gathers_less_the_larger_the_budget_which_is_never_exceeded():
+    with fake_world(2):
+        least, most = explained(None).peak_bytes, explained(None, reshard=False).peak_bytes
+        budgets = [least + (most - least) * tenth // 10 for tenth in range(-8, 13, 2)]
+        graphs = [explained(budget) for budget in budgets]
+    again = [gathers(graph, Part.BACKWARD) for graph in graphs]
+    assert again == sorted(again, reverse=True)
+    assert again[0] == 7 and again[-1] == 0 and len(set(again)) > 4
+    assert all(gathers(graph, Part.FORWARD) == 7 for graph in graphs)
+    assert all(graph.peak_bytes <= budget for graph, budget in zip(graphs, budgets, strict=True))
+
+
+def test_an_ample_budget_gives_the_graphs_of_units_that_are_never_resharded():
+    with fake_world(2):
+        assert explained(AMPLE).parts == explained(AMPLE, reshard=False).parts
+
+
+def test_without_a_budget_every_unit_is_resharded_as_it_was_asked_to_be():
+    with fake_world(2):
+        assert {unit.after_forward for unit in explained(None).units} == {"resharded"}
+
+
+def test_the_report_names_the_units_that_are_kept():
+    with fake_world(2):
+        graph = explained(between())
+    kept = [unit.name for unit in graph.units if unit.after_forward == "kept: memory_budget allows it"]
+    assert 0 < len(kept) == 7 - gathers(graph, Part.BACKWARD) < 7
+    assert str(graph).count("kept: memory_budget allows it") == len(kept)
+
+
+@on_ranks(2)
+def test_what_is_kept_changes_no_number():
+    data = models.batches(4, 11)
+    options = {"lowering": "eager", "cluster": SLOW_WIRE, "memory_budget": between()}
+    model = sharded()
+    losses = models.train(torch.compile(model, backend="vescale", options=options), model.parameters(), data)
+    unsharded, reference = models.train_unsharded(deep, data)
+    assert losses == reference
+    assert models.largest_difference(model, unsharded) == 0.0
+
+
+@on_ranks(2)
+def test_a_real_step_takes_what_the_budget_allows():
+    budget = between()
+    options = {"lowering": "eager", "cluster": SLOW_WIRE, "memory_budget": budget}
+    data = models.batches(1, 11)[0]
+    model = sharded()
+    (graph,) = vc.explain(model, *data, options=options).graphs
+    call = torch.compile(model, backend="vescale", options=options)
+    call(*data).backward()
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        call(*data).backward()
+    live = most = 0
+    for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    assert max(part.peak.nbytes for part in graph.parts.values()) == pytest.approx(most, rel=0.1)
+    assert graph.shard_bytes + graph.slot_bytes + most <= 1.1 * budget
