@@ -36,6 +36,7 @@ from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of,
 from .edit import nbytes_of, order_of
 from .expand import CASTS
 from .memory import peak_of
+from .prediction import predict, predict_alone
 
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
 
@@ -72,6 +73,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     collectives = collectives_of(gm.graph)
     segments = _segments(gm.graph, collectives)
     if not collectives or not segments:
+        context.predictions[context.part] = predict_alone(sum(_seconds(gm.graph, context).values()))
         return
     tasks = _task_graph(gm.graph, context, collectives, segments)
     _schedule(tasks, gm.graph, context, collectives, segments)
@@ -86,6 +88,7 @@ def _schedule(
 ) -> None:
     """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large, and other
     graphs' slots are there too: while all together exceed the budget, the schedule gets less."""
+    assert context.part is not None
     least = least_peak(tasks)
     budget = context.memory_budget
     if budget is None:
@@ -95,8 +98,8 @@ def _schedule(
         try:
             found = find_schedule(tasks, limit)
         except BudgetError as error:
-            assert context.part is not None
             fail(context, None, f"{context.part.value}: {error}")
+        context.predictions[context.part] = predict(tasks, found)
         _move(graph, found.schedule, collectives, segments)
         excess = _planned_bytes(graph, context) - budget
         if excess <= 0 or limit == least:
@@ -180,7 +183,7 @@ def _is_communication(node: fx.Node) -> bool:
 def _task_graph(
     graph: fx.Graph, context: CompileContext, collectives: Sequence[Collective], segments: Sequence[list[fx.Node]]
 ) -> TaskGraph:
-    seconds = compute_seconds(graph.nodes, context.cluster.device, fused=context.lowering is Lowering.INDUCTOR)
+    seconds = _seconds(graph, context)
     # Slots are there all the time, so what they may take is what the fullest moment leaves.
     live = peak_of(graph, context, {lifetime.node for lifetime in lifetimes(graph)}).nbytes
     shards = _shard_bytes(context)
@@ -188,6 +191,10 @@ def _task_graph(
     place = {node: number for number, segment in enumerate(segments) for node in segment}
     transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
     return TaskGraph(tuple(compute), tuple(transfers))
+
+
+def _seconds(graph: fx.Graph, context: CompileContext) -> dict[fx.Node, float]:
+    return compute_seconds(graph.nodes, context.cluster.device, fused=context.lowering is Lowering.INDUCTOR)
 
 
 def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:

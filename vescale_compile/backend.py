@@ -46,6 +46,7 @@ def vescale(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     on_compiled: Callable[[GraphReport], None] | None = None,
+    generate_code: bool = True,
 ) -> Callable[..., Any]:
     """Compiles one graph that Dynamo captured.
 
@@ -55,6 +56,8 @@ def vescale(
         options: see :class:`vescale_compile.options.Options`.
         mode: must be None.
         on_compiled: called with what is known of the compiled graph, before it first runs.
+        generate_code: False ends before Inductor would write kernels, and runs the graphs that it would have got
+            operator by operator: where they are of interest and not the code.
 
     Raises:
         ValueError: an option that does not exist, or has an impossible value.
@@ -67,7 +70,7 @@ def vescale(
     read = read_options(options)
     captured = capture(gm, example_inputs, read)
     if captured is None:
-        return _compile_unsharded(gm, example_inputs, read)
+        return _compile_unsharded(gm, example_inputs, read, generate_code)
     agree_on_buffers(captured.buffers, deadline_s=read.deadline)
     registered = registering_group(captured.buffers) if read.registered_memory else None
     dump = GraphDump(captured.context.rank)
@@ -78,9 +81,11 @@ def vescale(
         functools.partial(dump.write, stage=Stage.CAPTURED.value),
     )
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
-    lower = {Lowering.INDUCTOR: _lower_inductor, Lowering.EAGER: _lower_eager}[captured.context.lowering]
     add_slots = functools.partial(with_slots, registered=registered)
-    run = lower(captured, inputs, dump, add_slots)
+    if captured.context.lowering is Lowering.INDUCTOR:
+        run = _lower_inductor(captured, inputs, dump, add_slots, generate_code)
+    else:
+        run = _lower_eager(captured, inputs, dump, add_slots)
     check_agreement(captured, read.deadline)
     report = GraphReport.of(captured)
     check_budget(report, read.budget_bytes)
@@ -94,7 +99,7 @@ def _flat_examples(context: CompileContext) -> list[Any]:
 
 
 def _lower_inductor(
-    captured: Capture, inputs: Sequence[Any], dump: GraphDump, add_slots: Callable[..., Any]
+    captured: Capture, inputs: Sequence[Any], dump: GraphDump, add_slots: Callable[..., Any], generate_code: bool
 ) -> Callable[..., Any]:
     context = captured.context  # not the capture: what is compiled must not keep the model's buffers
 
@@ -102,6 +107,8 @@ def _lower_inductor(
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
         part = Part.BACKWARD if kwargs.get("is_backward") else part
         slots = _run_partitioned(gm, context, part, dump)
+        if not generate_code:
+            return add_slots(run_boxed(gm), slots)
         forget_mutation_regions(gm.graph)
         examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
         return add_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
@@ -155,11 +162,13 @@ def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, du
     return context.slots[part]
 
 
-def _compile_unsharded(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def _compile_unsharded(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, generate_code: bool
+) -> Callable[..., Any]:
     """A graph that reads no sharded parameter: a part of a sharded model, or a model that never was."""
     if not anything_sharded():
         _warn_unsharded()
-    if options.lowering == "inductor":
+    if options.lowering == "inductor" and generate_code:
         return inductor_compile(gm, inputs)
     return aot_compile(gm, inputs, forward=_run_as_is, backward=_run_as_is, inference=_run_as_is)
 

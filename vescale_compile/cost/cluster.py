@@ -94,6 +94,12 @@ class Cluster:
                 f"{self.ranks} ranks do not fill nodes of {self.ranks_per_node}: give a multiple, or fewer ranks"
             )
 
+    def __str__(self) -> str:
+        links = [self.within.name] * (self.local_ranks > 1) + [self.between.name] * (self.nodes > 1)
+        over = f" over {' and '.join(dict.fromkeys(links))}" if links else ""
+        measured = ", collectives as measured" if self.measured else ""
+        return f"{self.ranks} x {self.device.name} on {self.nodes} {'node' if self.nodes == 1 else 'nodes'}{over}{measured}"
+
     @property
     def local_ranks(self) -> int:
         """Ranks of a node that take part."""
