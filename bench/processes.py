@@ -9,7 +9,7 @@ import time
 from multiprocessing import connection, get_context
 from typing import Any
 
-from worker import Job, serve
+from worker import Job, Trainer, serve
 
 GRACE_S = 5.0
 """for the other ranks once one has failed, and to end"""
@@ -33,26 +33,26 @@ class RanksFailed(Exception):
 class Ranks:
     """The processes of one contender."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, kind: type[Trainer] = Trainer) -> None:
         self.job = job
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
         for rank in range(job.ranks):
             pipe, remote = _context.Pipe()
-            process = _context.Process(target=serve, args=(remote, job, rank), daemon=True)
+            process = _context.Process(target=serve, args=(remote, kind, job, rank), daemon=True)
             process.start()
             remote.close()
             self.pipes.append(pipe)
             self.processes.append(process)
 
-    def ask(self, order: str) -> list[Any]:
-        """Calls a method of every rank's Trainer; returns the results by rank.
+    def ask(self, order: str, *args: Any) -> list[Any]:
+        """Calls a method of every rank's trainer; returns the results by rank.
 
         Raises RanksFailed if a rank raises, dies, or does not answer before the deadline.
         """
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):  # shows when its answer is read
-                pipe.send(order)
+                pipe.send((order, args))
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + self.job.deadline_s

@@ -81,10 +81,7 @@ def wire(rate: str, hosts: int = 2) -> Iterator[Wire]:
     try:
         for host in names:
             _run("ip", "netns", "add", host)
-        if hosts == 2:
-            ends = _join((names[0], INTERFACE), (names[1], INTERFACE))
-        else:
-            ends = _join_by_switch(names, switch)
+        ends = _join_two(*names) if hosts == 2 else _join_by_switch(names, switch)
         for number, host in enumerate(names, start=1):
             _run("ip", "-n", host, "address", "add", f"10.213.0.{number}/24", "dev", INTERFACE)
             _run("ip", "-n", host, "link", "set", "lo", "up")
@@ -94,6 +91,10 @@ def wire(rate: str, hosts: int = 2) -> Iterator[Wire]:
         yield Wire(rate, names, ends)
     finally:
         _remove((*names, switch))
+
+
+def _join_two(near: str, far: str) -> tuple[tuple[str, str], ...]:
+    return _join((near, INTERFACE), (far, INTERFACE))
 
 
 def _join_by_switch(hosts: Sequence[str], switch: str) -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,9 @@ from vescale_compile.__main__ import main
 from vescale_compile.cost import OPTIMIZERS, gpu_cluster
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import GraphError, Part
+from vescale_compile.runtime import pool
 from vescale_compile.simulation import Simulation
+from vescale_compile.torch_internals import is_fake
 
 H100 = gpu_cluster("h100", 8)
 SLOW = replace(H100, within=replace(H100.within, bandwidth=1e6))
@@ -88,6 +90,17 @@ def test_a_model_is_left_as_it_is_and_no_process_group_remains():
     assert not dist.is_initialized()
 
 
+def test_models_that_run_beside_it_do_not_share_its_memory():
+    with fake_world(8):
+        model = vc.fully_shard(Llama(CONFIG))
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+        before = call(tokens, tokens).item()
+        simulated(Llama(LlamaConfig(layers=2, dim=64, heads=4, kv_heads=2)))
+        assert call(tokens, tokens).item() == before
+        assert not any(is_fake(memory.tensor) for memory in pool._memories.values())
+
+
 def test_tied_parameters_stay_tied():
     with torch.device("meta"):
         model = Llama(LlamaConfig(layers=1, dim=16, heads=2, kv_heads=1, tie_embeddings=True))
@@ -139,7 +152,7 @@ def test_a_budget_that_nothing_fits_in_is_an_error_of_the_graph():
 
 
 def test_a_fake_group_of_another_size_is_refused():
-    with fake_world(4), pytest.raises(RuntimeError, match="in a fake process group of 4 ranks.* a fake one of 8"):
+    with fake_world(4), pytest.raises(RuntimeError, match=r"in a fake process group of 4 ranks.* a fake one of 8"):
         simulated()
 
 

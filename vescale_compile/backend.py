@@ -23,7 +23,7 @@ from .passes import ordered_nodes, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
 from .report import GraphReport, check_budget
 from .runtime.agreement import agree_on_buffers
-from .runtime.pool import SlotSpec, with_slots
+from .runtime.pool import SlotSpec, with_fresh_slots, with_slots
 from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
 from .torch_internals import (
@@ -46,6 +46,7 @@ def vescale(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     on_compiled: Callable[[GraphReport], None] | None = None,
+    on_graph: Callable[[fx.Graph], None] | None = None,
     generate_code: bool = True,
 ) -> Callable[..., Any]:
     """Compiles one graph that Dynamo captured.
@@ -56,8 +57,9 @@ def vescale(
         options: see :class:`vescale_compile.options.Options`.
         mode: must be None.
         on_compiled: called with what is known of the compiled graph, before it first runs.
+        on_graph: called with each final graph, after all passes and before it is lowered.
         generate_code: False ends before Inductor would write kernels, and runs the graphs that it would have got
-            operator by operator: where they are of interest and not the code.
+            operator by operator, on memory of their own: for tensors that only have shapes.
 
     Raises:
         ValueError: an option that does not exist, or has an impossible value.
@@ -73,7 +75,7 @@ def vescale(
         return _compile_unsharded(gm, example_inputs, read, generate_code)
     agree_on_buffers(captured.buffers, deadline_s=read.deadline)
     registered = registering_group(captured.buffers) if read.registered_memory else None
-    dump = GraphDump(captured.context.rank)
+    dump = GraphDump(captured.context.rank, on_graph)
     run_stage(
         Stage.CAPTURED,
         captured.gm,
@@ -81,7 +83,7 @@ def vescale(
         functools.partial(dump.write, stage=Stage.CAPTURED.value),
     )
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
-    add_slots = functools.partial(with_slots, registered=registered)
+    add_slots = functools.partial(with_slots, registered=registered) if generate_code else with_fresh_slots
     if captured.context.lowering is Lowering.INDUCTOR:
         run = _lower_inductor(captured, inputs, dump, add_slots, generate_code)
     else:
@@ -159,6 +161,7 @@ def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, du
     context.part = part
     run_stage(Stage.PARTITIONED, gm, context, functools.partial(dump.write, stage=part.value))
     context.summaries[part] = summarize(gm.graph, context)
+    dump.show_final(gm.graph)
     return context.slots[part]
 
 

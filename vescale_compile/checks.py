@@ -133,7 +133,9 @@ def caches() -> Finding:
 
 
 def communication() -> Finding:
-    present = [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+    present = [
+        name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
+    ]
     wanted = "nccl" if torch.cuda.is_available() else "gloo"
     if wanted in present:
         return fine("communication", ", ".join(present))

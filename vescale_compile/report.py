@@ -10,6 +10,8 @@ from .capture import Capture
 from .cost import Cluster
 from .passes.context import GraphError, Part
 from .passes.summary import Direction, Kind, Summary
+from .quantities import size_text as _size
+from .quantities import time_text as _time
 from .runtime.pool import pooled_bytes
 
 _MOVED = (Kind.CAST, Kind.COPY, Kind.CONCATENATION)
@@ -106,8 +108,8 @@ def check_budget(graph: GraphReport, budget: int | None) -> None:
     the time it takes."""
     if budget is not None and graph.peak_bytes > budget:
         raise GraphError(
-            f"[rank {graph.rank}] memory_budget is {size_text(budget)}, but a step takes {size_text(graph.peak_bytes)} with "
-            f"its slots ({size_text(graph.slot_bytes)}) and shards ({size_text(graph.shard_bytes)}). Give at least that, or "
+            f"[rank {graph.rank}] memory_budget is {_size(budget)}, but a step takes {_size(graph.peak_bytes)} with "
+            f"its slots ({_size(graph.slot_bytes)}) and shards ({_size(graph.shard_bytes)}). Give at least that, or "
             "make units smaller"
         )
 
@@ -120,8 +122,8 @@ def _lines(graph: GraphReport) -> Iterator[str]:
             (
                 unit.name,
                 str(unit.parameters),
-                size_text(unit.shard_bytes),
-                size_text(unit.gathered_bytes),
+                _size(unit.shard_bytes),
+                _size(unit.gathered_bytes),
                 "resharded" if unit.reshard_after_forward else "kept",
             )
             for unit in graph.units
@@ -132,42 +134,42 @@ def _lines(graph: GraphReport) -> Iterator[str]:
         yield from _part_lines(part, summary)
     yield ""
     fullest = max(graph.parts.values(), key=lambda summary: summary.peak.nbytes).peak
-    yield f"memory at most {size_text(graph.peak_bytes)} a rank, and the optimizer's states"
-    yield f"  shards            {size_text(graph.shard_bytes):>10}"
-    yield f"  slots             {size_text(graph.slot_bytes):>10}"
-    yield f"  kept parameters   {size_text(fullest.parameters):>10}"
-    yield f"  gradients         {size_text(fullest.gradients):>10}"
-    yield f"  activations       {size_text(fullest.activations):>10}   (fullest at {fullest.node})"
+    yield f"memory at most {_size(graph.peak_bytes)} a rank, and the optimizer's states"
+    yield f"  shards            {_size(graph.shard_bytes):>10}"
+    yield f"  slots             {_size(graph.slot_bytes):>10}"
+    yield f"  kept parameters   {_size(fullest.parameters):>10}"
+    yield f"  gradients         {_size(fullest.gradients):>10}"
+    yield f"  activations       {_size(fullest.activations):>10}   (fullest at {fullest.node})"
     yield (
-        f"predicted {time_text(graph.predicted_seconds)} without the optimizer's step, {time_text(graph.exposed_seconds)} of it "
-        f"exposed communication, on {graph.cluster}"
+        f"predicted {_time(graph.predicted_seconds)} without the optimizer's step, {_time(graph.exposed_seconds)} "
+        f"of it exposed communication, on {graph.cluster}"
     )
 
 
 def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
     counts = Counter(entry.kind for entry in summary.entries)
     collectives = " and ".join(
-        f"{counts[kind]} {kind.value}s of {size_text(summary.nbytes(kind))}" for kind in _COLLECTIVES if counts[kind]
+        f"{counts[kind]} {kind.value}s of {_size(summary.nbytes(kind))}" for kind in _COLLECTIVES if counts[kind]
     )
     yield f"{part.value}: {summary.nodes} nodes, {collectives or 'no collectives'}"
     predicted = summary.prediction
     yield (
-        f"  predicted {time_text(predicted.seconds)}: computation {time_text(predicted.compute)}, communication "
-        f"{time_text(predicted.communication)} ({time_text(predicted.exposed)} exposed, {time_text(predicted.slowdown)} taken from "
-        f"the computation); no schedule takes less than {time_text(predicted.least)}"
+        f"  predicted {_time(predicted.seconds)}: computation {_time(predicted.compute)}, communication "
+        f"{_time(predicted.communication)} ({_time(predicted.exposed)} exposed, {_time(predicted.slowdown)} "
+        f"taken from the computation); no schedule takes less than {_time(predicted.least)}"
     )
     for event in summary.schedule:
         yield f"  {event}"
     for number, slot in enumerate(summary.slots):
-        yield f"  slot {number}, {size_text(slot.nbytes)} {slot.dtype.removeprefix('torch.')}"
+        yield f"  slot {number}, {_size(slot.nbytes)} {slot.dtype.removeprefix('torch.')}"
         for tenant in slot.tenants:
-            yield f"    nodes {tenant.first:>5} to {tenant.last:>5}  {size_text(tenant.nbytes):>10}  {tenant.what}"
+            yield f"    nodes {tenant.first:>5} to {tenant.last:>5}  {_size(tenant.nbytes):>10}  {tenant.what}"
     moved = [entry for entry in summary.entries if entry.kind in _MOVED]
     if not moved:
         yield "  nothing is copied or cast"
     for entry in moved:
         way = "before" if entry.direction is Direction.REDUCE else "after"
-        yield f"  {entry.kind.value} of {size_text(entry.nbytes)}, {entry.unit}, {way} its collective: {entry.why}"
+        yield f"  {entry.kind.value} of {_size(entry.nbytes)}, {entry.unit}, {way} its collective: {entry.why}"
 
 
 def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
@@ -178,20 +180,3 @@ def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[st
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         yield "  ".join(cells)
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in the unit that people read: powers of 1000."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def time_text(seconds: float) -> str:
-    """Seconds in the unit that people read."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from vescale_compile.options import Options
 from vescale_compile.passes.context import GraphError
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.published_graphs import ASSUMPTIONS, published_graph
-from vescale_compile.report import size_text, time_text
+from vescale_compile.quantities import size_text, time_text
 from vescale_compile.schedule import BudgetError, find_schedule
 from vescale_compile.sharding import fully_shard
 from vescale_compile.simulation import Simulation, simulate
@@ -90,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         cluster = cluster_for(args.cluster, torch.device("cpu"), args.world)
         budgets = [Options(memory_budget=each).budget_bytes for each in args.budget or [None]]
-        rows = list(_published_rows(args, cluster, budgets) if args.model in PUBLISHED else _rows(args, cluster, budgets))
+        rows = list(
+            _published_rows(args, cluster, budgets) if args.model in PUBLISHED else _rows(args, cluster, budgets)
+        )
     except (BudgetError, GraphError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 1
@@ -112,7 +114,9 @@ def _check(args: argparse.Namespace) -> None:
         return
     for option in ("param_dtype", "reshard", "optim"):
         if getattr(args, option) is not None:
-            raise ValueError(f"--{option.replace('_', '-')} is not for a published model, whose step is always the same")
+            raise ValueError(
+                f"--{option.replace('_', '-')} is not for a published model, whose step is always the same"
+            )
 
 
 def _published_rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequence[int | None]) -> Iterator[Row]:
@@ -156,7 +160,7 @@ def simulated(
     """The training step of a model that is not a published one's shapes."""
     policy = _POLICIES[args.param_dtype or "bf16"]
     names = ("input_ids", "labels") if args.hf_config is not None else ("tokens", "labels")
-    tokens = torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta")
+    inputs: dict[str, Any] = dict.fromkeys(names, torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta"))
     return simulate(
         _model(args),
         cluster=cluster,
@@ -164,7 +168,7 @@ def simulated(
         memory_budget=budget,
         shard=lambda module: fully_shard(module, reshard_after_forward=args.reshard is not False, mp_policy=policy),
         optimizer=optimizer,
-        **dict.fromkeys(names, tokens),
+        **inputs,
     )
 
 

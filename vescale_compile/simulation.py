@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils import _pytree as pytree
 
@@ -24,8 +24,9 @@ from .backend import vescale
 from .cost import OPTIMIZERS, Cluster, OptimizerCost
 from .hardware import cluster_for
 from .passes.context import GraphError
+from .quantities import size_text, time_text
 from .ragged.dtensor import RaggedDTensor
-from .report import GraphReport, size_text, time_text
+from .report import GraphReport
 from .sharding import fully_shard
 from .torch_internals import shapes_only
 
@@ -102,7 +103,9 @@ class Simulation:
             ("  optimizer", time_text(self.optimizer_seconds), self.optimizer.name),
             ("peak memory", size_text(self.peak_bytes), f"{size_text(self.state_bytes)} of it the optimizer's states"),
         ]
-        return "\n".join([str(self.cluster), *(f"{what:<14} {value:>10}  {note}".rstrip() for what, value, note in rows)])
+        return "\n".join(
+            [str(self.cluster), *(f"{what:<14} {value:>10}  {note}".rstrip() for what, value, note in rows)]
+        )
 
 
 def simulate(
@@ -113,6 +116,7 @@ def simulate(
     memory_budget: int | str | None = None,
     shard: Callable[[nn.Module], object] = fully_shard,
     optimizer: OptimizerCost = OPTIMIZERS["adamw"],
+    on_graph: Callable[[fx.Graph], None] | None = None,
     **kwargs: Any,
 ) -> Simulation:
     """Predicts a training step of a model on a described cluster, with no such cluster.
@@ -120,7 +124,8 @@ def simulate(
     It stands in for rank 0 of a fake process group, which it makes and destroys; every rank's step is alike. The same
     arguments give the same prediction. Times are the cost model's (see ``vescale_compile.cost``): operators at the
     roofline of the device, collectives by latency and bandwidth. Attention is taken to run as PyTorch runs it on a
-    CPU: fused, without a matrix of scores.
+    CPU: fused, without a matrix of scores. Dynamo is reset before and after: what this process has compiled is compiled
+    anew when it is called again.
 
     Args:
         model: unsharded, and left as it is. On the meta device it takes no memory.
@@ -133,6 +138,7 @@ def simulate(
         shard: called with a copy of the model that only has shapes, to shard it; for example ``lambda model:
             vc.fully_shard(model, mp_policy=...)``.
         optimizer: one of ``vescale_compile.cost.OPTIMIZERS``, or another description.
+        on_graph: called with each final graph; ``vescale_compile.cost.operators.measure_operators`` measures its nodes.
 
     Raises:
         ValueError: a cluster that does not exist or that so many ranks don't fill; a budget that makes no sense; a
@@ -149,13 +155,17 @@ def simulate(
     graphs: list[GraphReport] = []
     mode = shapes_only()
     options = {"cluster": described, "memory_budget": memory_budget}
-    backend = functools.partial(vescale, options=options, on_compiled=graphs.append, generate_code=False)
+    backend = functools.partial(
+        vescale, options=options, on_compiled=graphs.append, on_graph=on_graph, generate_code=False
+    )
     with _fake_group(world_size), _nothing_compiled():
         shapes = _shapes_of(model, mode)
         shard(shapes)
         trained = [p for p in shapes.parameters() if isinstance(p, RaggedDTensor) and p.requires_grad]
         if not any(isinstance(param, RaggedDTensor) for param in shapes.parameters()):
-            raise ValueError("simulate: shard(model) sharded nothing; it is to call fully_shard on the model it is given")
+            raise ValueError(
+                "simulate: shard(model) sharded nothing; it is to call fully_shard on the model it is given"
+            )
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _shape_of(tensor, mode), (args, kwargs))
         try:
             with mode:
@@ -173,8 +183,8 @@ def _fake_group(world_size: int) -> Iterator[None]:
         backend, ranks = dist.get_backend(), dist.get_world_size()
         if (backend, ranks) != ("fake", world_size):
             raise RuntimeError(
-                f"[rank {dist.get_rank()}] simulate: this process is in a {backend} process group of {ranks} ranks, and "
-                f"the simulation needs a fake one of {world_size}. Simulate in a process of its own, or after "
+                f"[rank {dist.get_rank()}] simulate: this process is in a {backend} process group of {ranks} ranks, "
+                f"and the simulation needs a fake one of {world_size}. Simulate in a process of its own, or after "
                 "torch.distributed.destroy_process_group()"
             )
         yield
