@@ -79,7 +79,7 @@ def test_the_prediction_is_what_explain_says_of_the_sharded_model(usual):
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         torch._dynamo.reset()
         (graph,) = vc.explain(model, tokens, tokens, options={"cluster": H100}).graphs
-    assert [str(graph)] == [str(each) for each in usual.graphs]
+    assert str(graph).splitlines() == str(usual.graphs[0]).splitlines()
 
 
 def test_a_model_is_left_as_it_is_and_no_process_group_remains():

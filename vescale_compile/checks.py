@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -120,15 +119,12 @@ def inductor() -> Finding:
 
 
 def caches() -> Finding:
-    folder = Path(inductor_cache_folder())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = inductor_cache_folder()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return Finding(
-            "caches", Verdict.BROKEN, f"can't write to {folder}: {error.strerror}", "set TORCHINDUCTOR_CACHE_DIR"
-        )
+        return Finding("caches", Verdict.BROKEN, f"can't write: {error}", "set TORCHINDUCTOR_CACHE_DIR")
     return fine("caches", f"can write to {folder}")
 
 

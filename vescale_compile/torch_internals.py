@@ -204,7 +204,7 @@ def out_variant(target: OpOverload) -> OpOverload | None:
 
 
 def inductor_cache_folder() -> str:
-    """Where Inductor keeps what it has compiled: ``TORCHINDUCTOR_CACHE_DIR``, or a folder that it chooses."""
+    """Where Inductor keeps what it has compiled: ``TORCHINDUCTOR_CACHE_DIR``, or a folder that it chooses. Makes it."""
     return _cache_dir()
 
 
