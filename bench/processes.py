@@ -33,7 +33,7 @@ class RanksFailed(Exception):
 class Ranks:
     """The processes of one contender."""
 
-    def __init__(self, job: Job, kind: type[Trainer]) -> None:
+    def __init__(self, job: Job, kind: type[Trainer] = Trainer) -> None:
         self.job = job
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
@@ -45,14 +45,14 @@ class Ranks:
             self.pipes.append(pipe)
             self.processes.append(process)
 
-    def ask(self, order: str) -> list[Any]:
+    def ask(self, order: str, *args: Any) -> list[Any]:
         """Calls a method of every rank's trainer; returns the results by rank.
 
         Raises RanksFailed if a rank raises, dies, or does not answer before the deadline.
         """
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):  # shows when its answer is read
-                pipe.send(order)
+                pipe.send((order, args))
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + self.job.deadline_s

@@ -1,8 +1,9 @@
-"""Two hosts on one machine, with a slow wire between them: network namespaces joined by a rate-limited veth pair.
+"""Hosts on one machine, with slow wires between them: network namespaces joined by rate-limited veth pairs.
 
 Over the loopback of shared cores communication costs CPU time and no waiting, the opposite of a cluster. Through a
 token bucket filter (tc-tbf(8)) on both ends of a veth pair it takes the time that the rate gives it, in each
-direction, and the sender's core is free meanwhile. Needs root, ``ip`` and ``tc`` (iproute2).
+direction, and the sender's core is free meanwhile. Two hosts are the ends of one pair; of more, each has a pair to a
+bridge, in a namespace of its own. Needs root, ``ip`` and ``tc`` (iproute2).
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 INTERFACE = "wire0"
-"""in both namespaces"""
+"""in the namespace of each host"""
 
 _PREFIX = "bench-wire"
+_BRIDGE = "bridge0"
 _NAMESPACES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000  # sched.h; os.setns exists from Python 3.12 on
 _RATE = re.compile(r"\d+(\.\d+)?[kmgt]?bit", re.IGNORECASE)
@@ -31,14 +33,27 @@ _COMMAND_S = 20.0
 
 @dataclass(frozen=True)
 class Wire:
-    """Two namespaces, one for each host, joined by an interface of the same name in both."""
+    """Namespaces, one for each host, joined by an interface of the same name in all.
+
+    Attributes:
+        rate: that each host can send and receive, as ``tc`` reads it.
+        hosts: names of their namespaces.
+        ends: namespace and interface of each end of each pair, where the rate is kept.
+    """
 
     rate: str
-    hosts: tuple[str, str]
+    hosts: tuple[str, ...]
+    ends: tuple[tuple[str, str], ...] = ()
 
     def host_of(self, rank: int, ranks: int) -> str:
-        """The namespace of a rank: the first half of the ranks is on the first host."""
-        return self.hosts[2 * rank // ranks]
+        """The namespace of a rank: with two hosts, the first half of the ranks is on the first host."""
+        return self.hosts[len(self.hosts) * rank // ranks]
+
+    def at(self, rate: str) -> Wire:
+        """The same wire at another rate from now on."""
+        for namespace, interface in self.ends:
+            _keep_rate(namespace, interface, rate)
+        return replace(self, rate=rate)
 
 
 def is_rate(value: str) -> bool:
@@ -55,27 +70,56 @@ def what_is_missing() -> str | None:
 
 
 @contextlib.contextmanager
-def wire(rate: str) -> Iterator[Wire]:
-    """Two hosts joined at ``rate``, for as long as the context lasts; also removes what dead processes left.
+def wire(rate: str, hosts: int = 2) -> Iterator[Wire]:
+    """Hosts joined at ``rate``, for as long as the context lasts; also removes what dead processes left.
 
     Raises RuntimeError with the tool's own words if one refuses.
     """
     _remove_stale()
-    hosts = (f"{_PREFIX}-{os.getpid()}-0", f"{_PREFIX}-{os.getpid()}-1")
+    names = tuple(f"{_PREFIX}-{os.getpid()}-{number}" for number in range(hosts))
+    switch = f"{_PREFIX}-{os.getpid()}-switch"
     try:
-        for host in hosts:
+        for host in names:
             _run("ip", "netns", "add", host)
-        near, far = hosts
-        _run("ip", "link", "add", INTERFACE, "netns", near, "type", "veth", "peer", "name", INTERFACE, "netns", far)
-        for number, host in enumerate(hosts, start=1):
-            _run("ip", "-n", host, "link", "set", INTERFACE, "addrgenmode", "none")  # no IPv6 address to choose
+        ends = _join_two(*names) if hosts == 2 else _join_by_switch(names, switch)
+        for number, host in enumerate(names, start=1):
             _run("ip", "-n", host, "address", "add", f"10.213.0.{number}/24", "dev", INTERFACE)
-            for interface in ("lo", INTERFACE):
-                _run("ip", "-n", host, "link", "set", interface, "up")
-            _run("tc", "-n", host, "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, *_FILTER)
-        yield Wire(rate, hosts)
+            _run("ip", "-n", host, "link", "set", "lo", "up")
+        for namespace, interface in ends:
+            _run("ip", "-n", namespace, "link", "set", interface, "up")
+            _keep_rate(namespace, interface, rate)
+        yield Wire(rate, names, ends)
     finally:
-        _remove(hosts)
+        _remove((*names, switch))
+
+
+def _join_two(near: str, far: str) -> tuple[tuple[str, str], ...]:
+    return _join((near, INTERFACE), (far, INTERFACE))
+
+
+def _join_by_switch(hosts: Sequence[str], switch: str) -> tuple[tuple[str, str], ...]:
+    _run("ip", "netns", "add", switch)
+    _run("ip", "-n", switch, "link", "add", _BRIDGE, "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", _BRIDGE, "up")
+    ends: list[tuple[str, str]] = []
+    for number, host in enumerate(hosts):
+        port = f"port{number}"
+        ends += _join((host, INTERFACE), (switch, port))
+        _run("ip", "-n", switch, "link", "set", port, "master", _BRIDGE)
+    return tuple(ends)
+
+
+def _join(near: tuple[str, str], far: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
+    """A veth pair between two namespaces, by name and by the interface's name there."""
+    (here, mine), (there, theirs) = near, far
+    _run("ip", "link", "add", mine, "netns", here, "type", "veth", "peer", "name", theirs, "netns", there)
+    for namespace, interface in (near, far):
+        _run("ip", "-n", namespace, "link", "set", interface, "addrgenmode", "none")  # no IPv6 address to choose
+    return near, far
+
+
+def _keep_rate(namespace: str, interface: str, rate: str) -> None:
+    _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", "rate", rate, *_FILTER)
 
 
 def enter(host: str) -> None:
@@ -96,7 +140,7 @@ def _remove_stale() -> None:
 def _remove(hosts: Iterable[str]) -> None:
     for host in hosts:
         if (_NAMESPACES / host).exists():
-            _run("ip", "netns", "delete", host)  # and with it the veth pair
+            _run("ip", "netns", "delete", host)  # and with it its ends of veth pairs
 
 
 def _run(*command: str) -> None:

@@ -100,8 +100,8 @@ class Trainer:
             self.device = torch.device("cuda", rank)
             torch.cuda.set_device(self.device)
 
-    def build(self) -> None:
-        """Joins the process group, builds the model and distributes it."""
+    def join(self) -> None:
+        """Joins the process group."""
         job = self.job
         if job.fake_world is None:
             dist.init_process_group(
@@ -115,6 +115,11 @@ class Trainer:
         else:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.fake_world)
         dist.barrier()
+
+    def build(self) -> None:
+        """Joins the process group, builds the model and distributes it."""
+        job = self.job
+        self.join()
         self._baseline = self._memory_now()
         self._peak = 0
         self.model = job.workload.build_model()
@@ -224,7 +229,8 @@ class Trainer:
 
 
 def serve(pipe: Connection, kind: type[Trainer], job: Job, rank: int) -> None:
-    """Obeys orders from the pipe until it is closed: names of the trainer's methods, answered by (done, result).
+    """Obeys orders from the pipe until it is closed: names of the trainer's methods with arguments, answered
+    by (done, result).
 
     An exception is answered by (False, traceback) and ends the process: its system has failed.
     """
@@ -242,12 +248,12 @@ def serve(pipe: Connection, kind: type[Trainer], job: Job, rank: int) -> None:
     trainer: Trainer | None = None
     while True:
         try:
-            order = pipe.recv()
+            order, args = pipe.recv()
         except EOFError:
             return
         try:
             trainer = trainer or kind(job, rank)
-            answer: tuple[bool, Any] = (True, getattr(trainer, order)())
+            answer: tuple[bool, Any] = (True, getattr(trainer, order)(*args))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             return

@@ -17,8 +17,16 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 
 LEARNING_RATE = 1e-3
 
+FOUR_LAYERS: dict[str, llama.LlamaConfig] = {
+    "3M": llama.LlamaConfig(layers=4, dim=256, heads=8, kv_heads=4),
+    "12M": llama.LlamaConfig(layers=4, dim=512, heads=8, kv_heads=4),
+    "28M": llama.LlamaConfig(layers=4, dim=768, heads=12, kv_heads=4),
+}
+"""Shallow, so that they compile fast where many are measured"""
+
 MODELS: dict[str, llama.LlamaConfig] = {
     **llama.SIZES,
+    **FOUR_LAYERS,
     **{f"moe-{name}": config for name, config in moe.SIZES.items()},
 }
 """By the name that ``--model`` takes."""

@@ -112,6 +112,7 @@ def summarize(graph: fx.Graph, context: CompileContext) -> Summary:
         entries=tuple(census(graph, context)),
         slots=context.slot_uses[context.part],
         peak=peak_of(graph, context),
+        prediction=context.predictions[context.part],
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from ..cost import Cluster
 from ..runtime.pool import SlotSpec
 from ..runtime.unshard import CommSpec, ParamView
+from .prediction import Prediction
 from .summary import SlotUse, Summary
 
 
@@ -167,6 +168,7 @@ class CompileContext:
         collectives: each verified graph's collectives, in order, one line each.
         slots: each graph's static memory, in the order of the inputs that the assign pass appends.
         slot_uses: what lies in each of them.
+        predictions: each graph's time, by the schedule that was found for it.
         summaries: what is known of each final graph.
         part: which graph the partitioned passes are working on.
     """
@@ -185,6 +187,7 @@ class CompileContext:
     collectives: dict[Part, list[str]] = field(default_factory=dict)
     slots: dict[Part, tuple[SlotSpec, ...]] = field(default_factory=dict)
     slot_uses: dict[Part, tuple[SlotUse, ...]] = field(default_factory=dict)
+    predictions: dict[Part, Prediction] = field(default_factory=dict)
     summaries: dict[Part, Summary] = field(default_factory=dict)
     part: Part | None = None
 

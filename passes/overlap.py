@@ -21,7 +21,8 @@ from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, buffer_of, comm_of, fail
 from .edit import order_of
 from .memory import peak_of
-from .tasks import Collective, collectives_of, segments_of, task_graph
+from .prediction import predict, predict_alone
+from .tasks import Collective, collectives_of, seconds_of, segments_of, task_graph
 
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
 
@@ -31,6 +32,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     collectives = collectives_of(gm.graph)
     segments = segments_of(gm.graph, collectives)
     if not collectives or not segments:
+        context.predictions[context.part] = predict_alone(sum(seconds_of(gm.graph, context).values()))
         return
     others = [need for part, need in context.needs.items() if part is not context.part]
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
@@ -52,6 +54,7 @@ def _schedule(
 ) -> None:
     """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large: while they
     exceed the budget, the schedule gets less."""
+    assert context.part is not None
     least = least_peak(tasks)
     budget = context.memory_budget
     if budget is None:
@@ -61,8 +64,8 @@ def _schedule(
         try:
             found = find_schedule(tasks, limit)
         except BudgetError as error:
-            assert context.part is not None
             fail(context, None, f"{context.part.value}: {error}")
+        context.predictions[context.part] = predict(tasks, found)
         _move(graph, found.schedule, collectives, segments)
         excess = _planned_bytes(graph, context, others) - budget
         if excess <= 0 or limit == least:

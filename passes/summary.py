@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from .prediction import Prediction
+
 
 class Kind(enum.Enum):
     """What bytes are moved by, or lie in."""
@@ -91,6 +93,7 @@ class Summary:
         entries: what it moves for communication, and the buffers it allocates for that.
         slots: static memory that it takes, shared with other graphs.
         peak: its fullest moment.
+        prediction: its time, and what of its communication is exposed.
     """
 
     nodes: int
@@ -98,6 +101,7 @@ class Summary:
     entries: tuple[Entry, ...]
     slots: tuple[SlotUse, ...]
     peak: Peak
+    prediction: Prediction
 
     def nbytes(self, *kinds: Kind) -> int:
         """Bytes of all entries of these kinds."""

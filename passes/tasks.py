@@ -114,11 +114,16 @@ def task_graph(
     Args:
         live_bytes: what the step takes all the time, apart from the collectives' buffers.
     """
-    seconds = compute_seconds(graph.nodes, context.cluster.device, fused=context.lowering is Lowering.INDUCTOR)
+    seconds = seconds_of(graph, context)
     compute = [Compute(segment[0].name, sum(seconds[node] for node in segment), live_bytes) for segment in segments]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
     transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
     return TaskGraph(tuple(compute), tuple(transfers))
+
+
+def seconds_of(graph: fx.Graph, context: CompileContext) -> dict[fx.Node, float]:
+    """What each node is predicted to take, on the cluster that is compiled for."""
+    return compute_seconds(graph.nodes, context.cluster.device, fused=context.lowering is Lowering.INDUCTOR)
 
 
 def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:

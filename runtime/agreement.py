@@ -73,7 +73,8 @@ def agree_on_graph(buffers: Sequence[DBuffer], collectives: Sequence[str], *, de
         key = (_name(mesh), *collectives)
         if key not in _agreed_graphs:
             agree(mesh, "compiled graph", collectives, deadline_s=deadline_s)
-            _agreed_graphs.add(key)
+            if dist.get_backend() != "fake":  # where nobody was asked
+                _agreed_graphs.add(key)
 
 
 def decided(buffers: Sequence[DBuffer], question: str, answer: str) -> str:

@@ -69,6 +69,17 @@ def with_slots(
     return call
 
 
+def with_fresh_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
+    """:func:`with_slots` without the pool: for tensors that only have shapes, which no other graph may be given."""
+
+    def call(args: list[Any]) -> Any:
+        args.extend(torch.empty(spec.numel, dtype=spec.dtype, device=spec.device) for spec in specs)
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
 def pooled_bytes(graphs: Iterable[Sequence[SlotSpec]]) -> int:
     """What the slots of several graphs take together: the largest of those that are one."""
     largest: dict[tuple[Any, ...], int] = {}

@@ -19,7 +19,7 @@ TALK = f"""
 import socket, sys, threading
 sys.path.insert(0, {str(BENCH)!r})
 from wire import enter
-near, far = sys.argv[1:]
+near, *_, far = sys.argv[1:]
 enter(near)
 listening = socket.create_server(("10.213.0.1", 0))
 def answer():
@@ -37,19 +37,27 @@ possible = pytest.mark.skipif(what_is_missing() is not None, reason=f"no wire he
 
 
 @possible
-def test_hosts_reach_each_other_over_the_wire_alone() -> None:
-    with wire("1gbit") as joined:
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_reach_each_other_over_the_wire_alone(hosts: int) -> None:
+    with wire("1gbit", hosts) as joined:
         command = [sys.executable, "-c", TALK, *joined.hosts]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert done.stdout.split() == ["10.213.0.2", "lo", "wire0"], done.stderr
+    assert done.stdout.split() == [f"10.213.0.{hosts}", "lo", "wire0"], done.stderr
+
+
+def rates(namespace: str, interface: str) -> str:
+    command = ["tc", "-n", namespace, "qdisc", "show", "dev", interface]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
 
 
 @possible
-def test_both_ends_send_at_the_rate() -> None:
-    with wire("300mbit") as joined:
-        for host in joined.hosts:
-            shown = subprocess.run(["tc", "-n", host, "qdisc"], capture_output=True, text=True, timeout=20, check=True)
-            assert "dev wire0 root" in shown.stdout and "rate 300Mbit" in shown.stdout
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_every_host_sends_and_receives_at_the_rate_that_can_be_changed(hosts: int) -> None:
+    with wire("300mbit", hosts) as joined:
+        assert len(joined.ends) == 2 * (1 if hosts == 2 else hosts)
+        assert all("rate 300Mbit" in rates(*end) for end in joined.ends)
+        assert joined.at("400mbit").rate == "400mbit"
+        assert all("rate 400Mbit" in rates(*end) for end in joined.ends)
 
 
 @possible
@@ -84,6 +92,8 @@ def test_a_rate_that_tc_refuses_is_an_error_in_its_words() -> None:
 def test_the_first_half_of_the_ranks_is_on_the_first_host() -> None:
     joined = Wire("1gbit", ("a", "b"))
     assert [joined.host_of(rank, 5) for rank in range(5)] == ["a", "a", "a", "b", "b"]
+    more = Wire("1gbit", ("a", "b", "c"))
+    assert [more.host_of(rank, 3) for rank in range(3)] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .ragged.dtensor import RaggedDTensor
     from .ragged.placement import RaggedShard
     from .sharding import fully_shard
+    from .simulation import simulate
 
 __all__ = [
     "Elements",
@@ -27,6 +28,7 @@ __all__ = [
     "no_sync",
     "optim",
     "plan_unit",
+    "simulate",
 ]
 
 # Loaded at first use: planning needs no torch, and loading it takes seconds.
@@ -37,6 +39,7 @@ _HOMES = {
     "explain": "vescale_compile.inspection",
     "fully_shard": "vescale_compile.sharding",
     "no_sync": "vescale_compile.accumulation",
+    "simulate": "vescale_compile.simulation",
 }
 
 

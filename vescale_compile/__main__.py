@@ -6,7 +6,10 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "doctor": "check this machine and the installation, and say what to do",
+    "explain": "show what the compiler makes of a model, without running it",
     "plan": "lay out a model's parameters for a number of ranks, without a GPU or the model",
+    "simulate": "predict step time, exposed communication and memory on a described cluster",
     "train": "train a small Llama on text that is already on this machine",
 }
 

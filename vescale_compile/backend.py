@@ -23,7 +23,7 @@ from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
 from .report import GraphReport, check_budget
 from .runtime.agreement import agree_on_buffers
-from .runtime.pool import SlotSpec, with_slots
+from .runtime.pool import SlotSpec, with_fresh_slots, with_slots
 from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
 from .torch_internals import (
@@ -48,6 +48,8 @@ def vescale(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     on_compiled: Callable[[GraphReport], None] | None = None,
+    on_graph: Callable[[fx.Graph], None] | None = None,
+    generate_code: bool = True,
 ) -> Callable[..., Any]:
     """Compiles one graph that Dynamo captured.
 
@@ -57,6 +59,9 @@ def vescale(
         options: see :class:`vescale_compile.options.Options`.
         mode: must be None.
         on_compiled: called with what is known of the compiled graph, before it first runs.
+        on_graph: called with each final graph, after all passes and before it is lowered.
+        generate_code: False ends before Inductor would write kernels, and runs the graphs that it would have got
+            operator by operator, on memory of their own: for tensors that only have shapes.
 
     Raises:
         ValueError: an option that does not exist, or has an impossible value.
@@ -69,10 +74,10 @@ def vescale(
     read = read_options(options)
     captured = capture(gm, example_inputs, read)
     if captured is None:
-        return _compile_unsharded(gm, example_inputs, read)
+        return _compile_unsharded(gm, example_inputs, read, generate_code)
     agree_on_buffers(captured.buffers, deadline_s=read.deadline)
     registered = registering_group(captured.buffers) if read.registered_memory else None
-    dump = GraphDump(captured.context.rank)
+    dump = GraphDump(captured.context.rank, on_graph)
     run_stage(
         Stage.CAPTURED,
         captured.gm,
@@ -80,9 +85,11 @@ def vescale(
         functools.partial(dump.write, stage=Stage.CAPTURED.value),
     )
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
-    lower = {Lowering.INDUCTOR: _lower_inductor, Lowering.EAGER: _lower_eager}[captured.context.lowering]
-    add_slots = functools.partial(with_slots, registered=registered)
-    run = lower(captured, inputs, dump, add_slots)
+    add_slots = functools.partial(with_slots, registered=registered) if generate_code else with_fresh_slots
+    if captured.context.lowering is Lowering.INDUCTOR:
+        run = _lower_inductor(captured, inputs, dump, add_slots, generate_code)
+    else:
+        run = _lower_eager(captured, inputs, dump, add_slots)
     check_agreement(captured, read.deadline)
     report = GraphReport.of(captured)
     check_budget(report, read.budget_bytes)
@@ -96,7 +103,7 @@ def _flat_examples(context: CompileContext) -> list[Any]:
 
 
 def _lower_inductor(
-    captured: Capture, inputs: Sequence[Any], dump: GraphDump, add_slots: Callable[..., Any]
+    captured: Capture, inputs: Sequence[Any], dump: GraphDump, add_slots: Callable[..., Any], generate_code: bool
 ) -> Callable[..., Any]:
     context = captured.context  # not the capture: what is compiled must not keep the model's buffers
 
@@ -104,6 +111,8 @@ def _lower_inductor(
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
         part = Part.BACKWARD if kwargs.get("is_backward") else part
         slots = _run_partitioned(gm, context, part, dump)
+        if not generate_code:
+            return add_slots(run_boxed(gm), slots)
         forget_mutation_regions(gm.graph)
         examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
         return add_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
@@ -156,14 +165,17 @@ def _run_partitioned(gm: fx.GraphModule, context: CompileContext, part: Part, du
     context.part = part
     run_stage(Stage.PARTITIONED, gm, context, functools.partial(dump.write, stage=part.value))
     context.summaries[part] = summarize(gm.graph, context)
+    dump.show_final(gm.graph)
     return context.slots[part]
 
 
-def _compile_unsharded(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def _compile_unsharded(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, generate_code: bool
+) -> Callable[..., Any]:
     """A graph that reads no sharded parameter: a part of a sharded model, or a model that never was."""
     if not anything_sharded():
         _warn_unsharded()
-    if options.lowering == "inductor":
+    if options.lowering == "inductor" and generate_code:
         return inductor_compile(gm, inputs)
     return aot_compile(gm, inputs, forward=_run_as_is, backward=_run_as_is, inference=_run_as_is)
 

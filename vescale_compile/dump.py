@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import fx
@@ -18,13 +19,15 @@ _compilations = itertools.count()
 class GraphDump:
     """Writes the graphs of one compilation to ``directory/rank<r>/compile<n>/<i>-<stage>-<pass>.py``.
 
-    Without the variable it writes nothing; depyf, where it is active, gets the graphs in either case.
+    Without the variable it writes nothing; depyf, where it is active, gets the graphs in either case, and
+    ``on_final`` the ones that have been through all passes.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, on_final: Callable[[fx.Graph], None] | None = None) -> None:
         root = os.environ.get(VARIABLE)
         self._folder = Path(root) / f"rank{rank}" / f"compile{next(_compilations)}" if root else None
         self._ordinals = itertools.count()
+        self._on_final = on_final
 
     def write(self, name: str, gm: fx.GraphModule, *, stage: str) -> None:
         show_graph(f"vescale {stage} {name}", gm)
@@ -34,6 +37,10 @@ class GraphDump:
         words = [f"{next(self._ordinals):02d}", stage, *name.split()]
         text = gm.print_readable(print_output=False, include_stride=False, include_device=False)
         (self._folder / f"{'-'.join(words)}.py").write_text(f"{_summary(gm)}{text}\n")
+
+    def show_final(self, graph: fx.Graph) -> None:
+        if self._on_final is not None:
+            self._on_final(graph)
 
 
 def _summary(gm: fx.GraphModule) -> str:

@@ -43,6 +43,11 @@ def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) 
             f"vescale option cluster={wanted!r}: it is neither a preset ({', '.join(PRESETS)}) nor a calibration file"
         )
     measured = Calibration.load(wanted)
+    if measured.ranks not in (1, ranks):
+        raise ValueError(
+            f"vescale option cluster={wanted!r}: its collectives were measured on {measured.ranks} ranks, and {ranks} "
+            "shard the parameters. Calibrate on as many (python -m vescale_compile doctor --calibrate)"
+        )
     return Cluster(measured.device, ranks, ranks, _LOOPBACK, _LOOPBACK, measured=measured.collectives)
 
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .capture import Capture
+from .cost import Cluster
 from .passes.context import CompileContext, GraphError, Part
 from .passes.summary import Direction, Kind, Summary
+from .quantities import size_text as _size
+from .quantities import time_text as _time
 from .runtime.pool import pooled_bytes
 
 _MOVED = (Kind.CAST, Kind.COPY, Kind.CONCATENATION)
@@ -32,6 +35,7 @@ class GraphReport:
 
     Attributes:
         lowering: what runs it.
+        cluster: that its schedules and predictions were made for.
         units: in the order in which the graph first needs them.
         parts: its final graphs: forward and backward, or an inference graph alone.
         slot_bytes: of all slots together; a slot of the forward is one of the backward's too.
@@ -39,6 +43,7 @@ class GraphReport:
 
     rank: int
     lowering: str
+    cluster: Cluster
     units: tuple[UnitReport, ...]
     parts: dict[Part, Summary]
     slot_bytes: int
@@ -57,7 +62,9 @@ class GraphReport:
             for ordinal, unit in enumerate(context.units)
         )
         slot_bytes = pooled_bytes(context.slots.values())
-        return GraphReport(context.rank, context.lowering.value, tuple(units), dict(context.summaries), slot_bytes)
+        return GraphReport(
+            context.rank, context.lowering.value, context.cluster, tuple(units), dict(context.summaries), slot_bytes
+        )
 
     @property
     def shard_bytes(self) -> int:
@@ -68,6 +75,16 @@ class GraphReport:
     def peak_bytes(self) -> int:
         """The fullest moment of a step, in bytes on this rank, without optimizer states."""
         return self.shard_bytes + self.slot_bytes + max(part.peak.nbytes for part in self.parts.values())
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of forward and backward together, on ``cluster``; the optimizer's step is in no graph."""
+        return sum(part.prediction.seconds for part in self.parts.values())
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of them, those in which the computation is predicted to stand still and wait for collectives."""
+        return sum(part.prediction.exposed for part in self.parts.values())
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -129,6 +146,10 @@ def _lines(graph: GraphReport) -> Iterator[str]:
     yield f"  kept parameters   {_size(fullest.parameters):>10}"
     yield f"  gradients         {_size(fullest.gradients):>10}"
     yield f"  activations       {_size(fullest.activations):>10}   (fullest at {fullest.node})"
+    yield (
+        f"predicted {_time(graph.predicted_seconds)} without the optimizer's step, {_time(graph.exposed_seconds)} "
+        f"of it exposed communication, on {graph.cluster}"
+    )
 
 
 def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
@@ -137,6 +158,12 @@ def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
         f"{counts[kind]} {kind.value}s of {_size(summary.nbytes(kind))}" for kind in _COLLECTIVES if counts[kind]
     )
     yield f"{part.value}: {summary.nodes} nodes, {collectives or 'no collectives'}"
+    predicted = summary.prediction
+    yield (
+        f"  predicted {_time(predicted.seconds)}: computation {_time(predicted.compute)}, communication "
+        f"{_time(predicted.communication)} ({_time(predicted.exposed)} exposed, {_time(predicted.slowdown)} "
+        f"taken from the computation); no schedule takes less than {_time(predicted.least)}"
+    )
     for event in summary.schedule:
         yield f"  {event}"
     for number, slot in enumerate(summary.slots):
@@ -159,13 +186,3 @@ def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[st
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         yield "  ".join(cells)
-
-
-def _size(nbytes: int) -> str:
-    """Bytes in the unit that people read: powers of 1000."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -21,6 +21,7 @@ from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import lowering as _lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -53,6 +54,11 @@ def tracing_fake_mode() -> FakeTensorMode:
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None
     return mode
+
+
+def shapes_only() -> AbstractContextManager[Any]:
+    """Inside it new tensors have shapes and no memory, and operators on them compute shapes; on any device."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
@@ -210,6 +216,11 @@ def out_variant(target: OpOverload) -> OpOverload | None:
         if taken == [*arguments, ("out", "Tensor")] and torch.Tag.generated not in overload.tags:
             return overload
     return None
+
+
+def inductor_cache_folder() -> str:
+    """Where Inductor keeps what it has compiled: ``TORCHINDUCTOR_CACHE_DIR``, or a folder that it chooses. Makes it."""
+    return _cache_dir()
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -58,9 +58,9 @@ def test_an_all_to_all_sends_each_rank_its_part() -> None:
     assert cost.wire_time == max(800 * 3 / 8 / 50, 800 * 4 / 8 / 10)
 
 
-def test_gloos_reduce_scatter_is_an_all_reduce() -> None:
+def test_a_reduction_over_a_plain_wire_sends_what_a_gather_sends() -> None:
     wire = wire_cluster(device("h100"), 2, 2.0)
-    assert collective_cost(wire, "reduce_scatter", 1e6) == collective_cost(wire, "all_reduce", 1e6)
+    assert collective_cost(wire, "reduce_scatter", 1e6) == collective_cost(wire, "all_gather", 1e6)
 
 
 def test_a_gather_over_a_plain_wire_takes_the_wires_time() -> None:

@@ -8,10 +8,12 @@ from vescale_compile.cost.calibration import Calibration
 from vescale_compile.cost.cluster import PRESETS, Cluster, Link, MeasuredCollective, gpu_cluster, wire_cluster
 from vescale_compile.cost.collectives import KINDS, CollectiveCost, collective_cost
 from vescale_compile.cost.devices import DEVICES, Device, device
+from vescale_compile.cost.optimizer import OPTIMIZERS, OptimizerCost
 
 __all__ = [
     "DEVICES",
     "KINDS",
+    "OPTIMIZERS",
     "PRESETS",
     "Calibration",
     "Cluster",
@@ -19,6 +21,7 @@ __all__ = [
     "Device",
     "Link",
     "MeasuredCollective",
+    "OptimizerCost",
     "collective_cost",
     "device",
     "gpu_cluster",

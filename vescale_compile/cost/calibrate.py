@@ -21,6 +21,7 @@ from vescale_compile.cost.calibration import Calibration
 from vescale_compile.cost.cluster import MeasuredCollective
 from vescale_compile.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from vescale_compile.cost.devices import Device
+from vescale_compile.runtime.collectives import scratch_numel, start_all_gather, start_reduce_scatter
 
 # On a CPU small enough that some repetitions run without being interrupted.
 _MATRIX = {"cpu": 512, "cuda": 8192}  # rows and columns
@@ -68,11 +69,21 @@ def calibrate(
         bandwidth_efficiency=1.0,
         launch_overhead=launch,
     )
-    collectives = {}
-    if ranks > 1:
-        for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
-            collectives[kind] = _measure_collective(kind, device, group, ranks, agree)
-    return Calibration(measured, ranks, collectives)
+    return Calibration(measured, ranks, calibrate_collectives(device, group=group) if ranks > 1 else {})
+
+
+def calibrate_collectives(
+    device: str = "cpu", *, group: dist.ProcessGroup | None = None
+) -> dict[str, MeasuredCollective]:
+    """Measures the collectives of ``group`` alone, as :func:`calibrate` does; every rank of it must call this.
+
+    A unit's gathers and reductions are those of the runtime, which for gloo are not the library's.
+    """
+    ranks, agree = dist.get_world_size(group), _Slowest(device, group)
+    return {
+        kind: _measure_collective(kind, device, group, ranks, agree)
+        for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+    }
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -169,10 +180,13 @@ def _measure_collective(
 
 
 def _collective(kind: str, full: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Any]:
+    ranks = group if group is not None else dist.group.WORLD
+    assert ranks is not None
     if kind == ALL_GATHER:
-        return lambda: dist.all_gather_into_tensor(full, part, group)
+        return lambda: start_all_gather(part, full, ranks).wait()
     if kind == REDUCE_SCATTER:
-        return lambda: dist.reduce_scatter_tensor(part, full, dist.ReduceOp.SUM, group)
+        scratch = full.new_zeros(scratch_numel(part.numel(), full.device, ranks))
+        return lambda: start_reduce_scatter(full, part, scratch, ranks).wait()
     return lambda: dist.all_reduce(full, dist.ReduceOp.SUM, group)
 
 

@@ -68,7 +68,6 @@ class Cluster:
         within: the link between the ranks of a node.
         between: the link between nodes; its bandwidth is what each rank has of it.
         start: seconds from the launch of a collective to its first step.
-        reduce_scatter_is_all_reduce: whether the library all-reduces and drops what a rank does not need (gloo).
         measured: by kind, collectives measured on this very cluster, which are believed before the model.
 
     Raises:
@@ -81,7 +80,6 @@ class Cluster:
     within: Link
     between: Link
     start: float = 0.0
-    reduce_scatter_is_all_reduce: bool = False
     measured: Mapping[str, MeasuredCollective] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,6 +91,13 @@ class Cluster:
             raise ValueError(
                 f"{self.ranks} ranks do not fill nodes of {self.ranks_per_node}: give a multiple, or fewer ranks"
             )
+
+    def __str__(self) -> str:
+        links = [self.within.name] * (self.local_ranks > 1) + [self.between.name] * (self.nodes > 1)
+        over = f" over {' and '.join(dict.fromkeys(links))}" if links else ""
+        measured = ", collectives as measured" if self.measured else ""
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{self.ranks} x {self.device.name} on {nodes}{over}{measured}"
 
     @property
     def local_ranks(self) -> int:
@@ -161,9 +166,7 @@ def wire_cluster(
         measured: collectives measured on these hosts.
     """
     wire = Link("wire", gigabits * 1e9 / 8, latency, 0.95, load)
-    return Cluster(
-        unit, hosts, 1, wire, wire, start=latency, reduce_scatter_is_all_reduce=True, measured=measured or {}
-    )
+    return Cluster(unit, hosts, 1, wire, wire, start=latency, measured=measured or {})
 
 
 PRESETS: dict[str, Callable[[int], Cluster]] = {name: functools.partial(gpu_cluster, name) for name in _NODES}

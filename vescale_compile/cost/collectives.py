@@ -60,8 +60,6 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
         return CollectiveCost("ring", 0.0, 0.0, 0.0)
     if measured := cluster.measured.get(kind):
         return CollectiveCost("measured", measured.latency, nbytes / measured.bandwidth, measured.load)
-    if kind == REDUCE_SCATTER and cluster.reduce_scatter_is_all_reduce:
-        kind = ALL_REDUCE
     candidates = [algorithm(cluster, kind, nbytes) for algorithm in _ALGORITHMS[kind]]
     return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Device:
         compute_efficiency: share of ``peak_flops`` that large matrix products reach, in (0, 1].
         bandwidth_efficiency: share of ``memory_bandwidth`` that pointwise kernels reach, in (0, 1].
         launch_overhead: seconds that a kernel takes whatever it does.
+        operators: by :func:`.compute.operator_key`, seconds of operators that were measured on it, which are believed
+            before its peaks.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Device:
     compute_efficiency: float
     bandwidth_efficiency: float
     launch_overhead: float
+    operators: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positive = {"memory_bandwidth": self.memory_bandwidth, **self.peak_flops}
@@ -43,6 +46,17 @@ class Device:
                 raise ValueError(f"device {self.name!r}: {what} is {getattr(self, what)}; it must be in (0, 1]")
         if not 0 <= self.launch_overhead < math.inf:
             raise ValueError(f"device {self.name!r}: launch_overhead is {self.launch_overhead} s; give 0 or more")
+
+    def shared(self, ranks: float) -> Device:
+        """What each of several ranks has of the device when all are at work on it; it takes no less for one alone."""
+        share = max(1.0, ranks)
+        return replace(
+            self,
+            peak_flops={dtype: peak / share for dtype, peak in self.peak_flops.items()},
+            memory_bandwidth=self.memory_bandwidth / share,
+            launch_overhead=self.launch_overhead * share,
+            operators={key: seconds * share for key, seconds in self.operators.items()},
+        )
 
     def seconds(self, flops: float, nbytes: float, dtype: str) -> float:
         """Time of one kernel: the larger of its arithmetic and its memory traffic (roofline), and the overhead.

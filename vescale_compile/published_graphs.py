@@ -1,4 +1,10 @@
-"""Task graphs of published models on described clusters, in the units that ``fully_shard`` makes of them."""
+"""Task graphs of published models on described clusters, in the units that ``fully_shard`` makes of them.
+
+They are made from the shapes of the parameters alone (see ``planner.models``), where no code of the model is at hand.
+What they assume is in :data:`ASSUMPTIONS`.
+"""
+
+from __future__ import annotations
 
 import math
 
@@ -6,15 +12,21 @@ from vescale_compile.cost import Cluster, CollectiveCost, collective_cost
 from vescale_compile.planner.models import PUBLISHED, Shapes, published
 from vescale_compile.schedule import Compute, TaskGraph, Transfer
 
-MODELS = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3-671b")
-EXPERTS_PER_TOKEN = {"gpt-oss-120b": 4, "deepseek-v3-671b": 8}
+EXPERTS_PER_TOKEN = {"gpt-oss-120b": 4, "deepseek-v3-671b": 8, "kimi-k2-1t": 8}
 PARAM_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 16  # bf16 gathers, fp32 reductions; fp32 master, gradient and AdamW
+
+ASSUMPTIONS = """\
+Matrix products and attention at the share of the device's peak that large ones reach, everything else hidden by them;
+activation checkpointing of every layer; tokens spread evenly over experts, which are gathered like all parameters (no
+expert parallelism); bf16 gathers, fp32 reductions, fp32 parameters, gradients and AdamW states in memory."""
 
 
 def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int = 8192) -> TaskGraph:
     """A training step with activation checkpointing, each layer in two tasks forward and two backward.
 
     Args:
+        model: one of ``planner.models.PUBLISHED``.
+        cluster: where it runs.
         tokens: of each rank and step.
         sequence: tokens that attend to one another.
     """
@@ -43,6 +55,7 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
 
     end = len(compute) - 1
     spans = {name: (1 + 2 * index, 2 + 2 * index) for index, name in enumerate(layers)}
+    uses: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
     uses = [("rest", (0, 1 + 2 * len(layers)), (end - 1 - 2 * len(layers), end))]
     uses += [(name, spans[name], (end - spans[name][1], end - spans[name][0])) for name in layers]
     transfers = []

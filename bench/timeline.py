@@ -1,0 +1,222 @@
+"""Draws one training step of rank 0, ours as predicted and as measured, and of peers: ``python bench/timeline.py``.
+
+Two hosts with a wire between them (see wire.py), as root. Each system has two lanes on one time axis:
+
+- computation: leaf operators and generated kernels of the main thread in PyTorch's profiler, without launches of
+  collectives and waits for them. What a system copies around its collectives is in it.
+- the wire: when the host's interface sent or received. Gloo moves data on threads of its own, which the profiler does
+  not see alike for all systems; so a thread beside the ranks reads the interface's counters every few milliseconds.
+
+Above them is what the compiler predicted of ours, for the device and the collectives as measured just before, as in
+predict.py; the optimizer's step is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import wire
+from forecaster import Forecast
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from predict import cluster_of, gigabits
+from processes import Ranks
+from systems import OURS
+from traced import Trace, TracedForecaster, TracedTrainer
+from worker import Job
+from workload import FOUR_LAYERS, Policy, Workload
+
+PEERS = ("fsdp2-compile", "simplefsdp")
+HOSTS = 2
+_WARMUP = 3
+_SAMPLE_S = 2e-3
+_BUSY = 0.02  # of the rate, below which a wire is taken to rest
+_COMPUTE, _WIRE, _UPDATE = "#4c72b0", "#dd8452", "#8c9bb5"
+
+Spans = list[tuple[float, float]]
+"""Starts and stops, seconds from the start of the step"""
+
+
+@dataclass
+class Lane:
+    """A step of one system."""
+
+    name: str
+    seconds: float
+    computation: Spans
+    wire: Spans
+    optimizer: Spans = field(default_factory=list)
+
+
+def main() -> int:
+    """Measures, and writes the picture."""
+    args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds: no process or host remains
+    if (missing := wire.what_is_missing()) is not None:
+        print(f"Skipped: {missing}.")
+        return 0
+    workload = Workload(args.model, 1, args.seq, "fp32", "cpu", 0)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, wire.wire(args.wire, HOSTS) as joined:
+
+        def job(system: str) -> Job:
+            home = Path(folder, system)
+            home.mkdir(exist_ok=True)
+            return Job(system, args.policy, workload, HOSTS, None, 1, str(home), "once", joined, args.deadline)
+
+        lanes = _ours(job, args.model, args.wire)
+        for system in PEERS:
+            print(f"{system}: building and warming up", file=sys.stderr, flush=True)
+            ranks = Ranks(job(system), TracedTrainer)
+            try:
+                ranks.ask("build")
+                for _ in range(_WARMUP):
+                    ranks.ask("step")
+                lanes.append(_traced(system, ranks, args.wire))
+            finally:
+                ranks.close()
+    setting = f"{args.model}, {args.policy}, {args.seq} tokens, two hosts, {args.wire}/s between them; rank 0"
+    draw(lanes, setting).savefig(args.out, dpi=150)
+    for lane in lanes:
+        print(
+            f"{lane.name}: {1e3 * lane.seconds:.0f} ms, computation {1e3 * _total(lane.computation):.0f} ms, "
+            f"wire busy {1e3 * _total(lane.wire):.0f} ms"
+        )
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _ours(job: Callable[[str], Job], model: str, rate: str) -> list[Lane]:
+    """What is predicted of our step, and the step."""
+    print(f"{OURS}: measuring the device and the collectives, building and warming up", file=sys.stderr, flush=True)
+    ranks = Ranks(job(OURS), TracedForecaster)
+    config = FOUR_LAYERS[model]
+    try:
+        device = ranks.ask("measure_device", (config,))[0]
+        ranks.ask("join")
+        contending = max(1.0, HOSTS / len(os.sched_getaffinity(0)))
+        cluster = cluster_of(device, HOSTS, rate, ranks.ask("measure_collectives")[0], contending)
+        forecast: Forecast = ranks.ask("prepare", config, cluster)[0]
+        return [predicted(forecast), _traced(OURS, ranks, rate)]
+    finally:
+        ranks.close()
+
+
+def predicted(forecast: Forecast) -> Lane:
+    """The backward begins where the forward ends, and the optimizer's step where the backward does."""
+    lane = Lane(f"{OURS}, predicted", forecast.seconds, [], [])
+    start = 0.0
+    for part in (forecast.forward, forecast.backward):
+        lane.computation += [(start + span.start, start + span.stop) for span in part.computation]
+        lane.wire += [(start + span.start, start + span.stop) for span in part.transfers]
+        start += part.seconds
+    lane.optimizer.append((start, start + forecast.optimizer))
+    return lane
+
+
+def _traced(name: str, ranks: Ranks, rate: str) -> Lane:
+    counters = Counters(ranks.processes[0].pid)
+    with counters:
+        traces: list[Trace] = ranks.ask("trace")
+    trace = traces[0]
+    busy = clipped(busy_spans(counters.samples, _BUSY * gigabits(rate) * 1e9 / 8), trace.start, trace.stop)
+    return Lane(name, trace.stop - trace.start, trace.computation, busy)
+
+
+class Counters:
+    """Reads the bytes that went over a process's wire while it is entered: (monotonic time, bytes both ways)."""
+
+    def __init__(self, pid: int) -> None:
+        self.samples: list[tuple[float, int]] = []
+        self._path = Path(f"/proc/{pid}/net/dev")
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._done.wait(_SAMPLE_S):
+            line = next(line for line in self._path.read_text().splitlines() if wire.INTERFACE in line)
+            fields = line.partition(":")[2].split()  # proc(5): received bytes first, sent bytes ninth
+            self.samples.append((time.monotonic(), int(fields[0]) + int(fields[8])))
+
+
+def busy_spans(samples: Sequence[tuple[float, int]], least: float) -> Spans:
+    """The times between samples at which more than ``least`` bytes a second went by, neighbours joined."""
+    spans: Spans = []
+    for (start, before), (stop, after) in itertools.pairwise(samples):
+        if after - before > least * (stop - start):
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], stop)
+            else:
+                spans.append((start, stop))
+    return spans
+
+
+def clipped(spans: Spans, start: float, stop: float) -> Spans:
+    """What of the spans lies between two times, counted from the first."""
+    inside = [(max(a, start) - start, min(b, stop) - start) for a, b in spans]
+    return [(a, b) for a, b in inside if b > a]
+
+
+def draw(lanes: Sequence[Lane], setting: str) -> Figure:
+    """One panel for each lane, all over one time axis."""
+    figure = Figure(figsize=(11.0, 1.0 + 1.1 * len(lanes)), layout="constrained")
+    figure.suptitle(setting, fontsize=9)
+    panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)
+    for (axes,), lane in zip(panels, lanes, strict=True):
+        _bars(axes, lane.computation, 1, _COMPUTE)
+        _bars(axes, lane.optimizer, 1, _UPDATE)
+        _bars(axes, lane.wire, 0, _WIRE)
+        axes.set_yticks([0.4, 1.4], ["wire", "computation"], fontsize=8)
+        axes.set_title(f"{lane.name}: {1e3 * lane.seconds:.0f} ms", loc="left", fontsize=9)
+        axes.axvline(1e3 * lane.seconds, color="black", linewidth=0.8)
+        axes.tick_params(axis="x", labelsize=8)
+    panels[-1][0].set_xlabel("ms from the start of the step", fontsize=8)
+    return figure
+
+
+def _bars(axes: Axes, spans: Spans, row: int, color: str) -> None:
+    axes.broken_barh([(1e3 * a, 1e3 * (b - a)) for a, b in spans], (row, 0.8), facecolors=color)
+
+
+def _total(spans: Spans) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture: .png, .svg or .pdf")
+    parser.add_argument("--wire", type=_rate, default="2gbit", metavar="RATE", help="(%(default)s)")
+    parser.add_argument("--model", choices=FOUR_LAYERS, default="28M", help="(%(default)s)")
+    parser.add_argument("--policy", type=Policy, choices=[Policy.RESHARD, Policy.KEEP], default=Policy.RESHARD)
+    parser.add_argument("--seq", type=int, default=64, help="tokens of a rank (%(default)s)")
+    parser.add_argument("--deadline", type=float, default=300.0, metavar="S", help="of any one order (%(default)s)")
+    args = parser.parse_args()
+    if not args.out.absolute().parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    return args
+
+
+def _rate(value: str) -> str:
+    if not wire.is_rate(value):
+        raise argparse.ArgumentTypeError(f"{value} is not a rate in bits per second, as 2gbit or 500mbit")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Ranks that say when the main thread computed in a step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from forecaster import Forecaster
+from torch.profiler import ProfilerActivity, profile, record_function
+from worker import Trainer
+
+_STEP = "one training step"
+_COMMUNICATION = ("c10d::", "_c10d_functional", "vescale::start_", "vescale::wait_", "vescale::wait", "gloo:", "FSDP::")
+
+
+class Trace(NamedTuple):
+    """One step on one rank: its start and stop on the machine's monotonic clock, and when operators ran, seconds from
+    the start."""
+
+    start: float
+    stop: float
+    computation: list[tuple[float, float]]
+
+
+class TracedTrainer(Trainer):
+    """A trainer whose generated kernels the profiler sees."""
+
+    def build(self) -> None:
+        torch._inductor.config.cpp.enable_kernel_profile = True
+        super().build()
+
+    def trace(self) -> Trace:
+        """One more training step, profiled."""
+        return _traced(self)
+
+
+class TracedForecaster(Forecaster):
+    """A forecaster whose generated kernels the profiler sees."""
+
+    def join(self) -> None:
+        torch._inductor.config.cpp.enable_kernel_profile = True
+        super().join()
+
+    def trace(self) -> Trace:
+        """One more training step, profiled."""
+        return _traced(self)
+
+
+def _traced(trainer: Trainer) -> Trace:
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        start = time.monotonic()
+        with record_function(_STEP):
+            trainer._train()
+        stop = time.monotonic()
+    events: Any = profiler.events()
+    step = next(event for event in events if event.name == _STEP)
+    zero, end = step.time_range.start, step.time_range.end
+    spans = [
+        ((event.time_range.start - zero) / 1e6, (event.time_range.end - zero) / 1e6)
+        for event in events
+        if not event.cpu_children
+        and event.thread == step.thread
+        and zero <= event.time_range.start <= end
+        and not _communicates(event)
+    ]
+    return Trace(start, stop, sorted(spans))
+
+
+def _communicates(event: Any) -> bool:
+    """Whether an event, or one that it is inside of, belongs to a collective's launch or wait."""
+    while event is not None:
+        if event.name.startswith(_COMMUNICATION):
+            return True
+        event = event.cpu_parent
+    return False

@@ -1,0 +1,70 @@
+"""What the cost model says of a final graph: when it computes, when it communicates, and what of that is exposed.
+
+Times are in seconds from the graph's start, on the cluster that the graph was compiled for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..schedule import Scheduled, TaskGraph
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes time."""
+
+    what: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A graph's time: ``seconds = compute + exposed + slowdown``.
+
+    Attributes:
+        seconds: until everything is done and waited for.
+        compute: of the computation, with the device to itself.
+        communication: of the collectives, each with the wire to itself.
+        exposed: in which the computation stands still and waits.
+        slowdown: that the computation loses to collectives which take a share of the device.
+        least: what no schedule of the graph can beat within its memory: the largest of its computation, its
+            communication and its critical path.
+        computation: the computation's pieces, in order.
+        transfers: the collectives on the wire, in the order of their launches.
+    """
+
+    seconds: float
+    compute: float
+    communication: float = 0.0
+    exposed: float = 0.0
+    slowdown: float = 0.0
+    least: float = 0.0
+    computation: tuple[Span, ...] = ()
+    transfers: tuple[Span, ...] = ()
+
+
+def predict(tasks: TaskGraph, found: Scheduled) -> Prediction:
+    """What the graph will do if it runs by the schedule that was found for its tasks."""
+    timeline = found.timeline
+    return Prediction(
+        seconds=timeline.makespan,
+        compute=timeline.compute,
+        communication=timeline.communication,
+        exposed=timeline.exposed,
+        slowdown=timeline.slowdown,
+        least=found.bound.makespan,
+        computation=tuple(
+            Span(task.name, start, stop) for task, (start, stop) in zip(tasks.compute, timeline.runs, strict=True)
+        ),
+        transfers=tuple(
+            Span(" + ".join(tasks.transfers[index].name for index in span.transfers), span.start, span.stop)
+            for span in timeline.transfers
+        ),
+    )
+
+
+def predict_alone(seconds: float) -> Prediction:
+    """A graph that computes for so long and has nothing to communicate."""
+    return Prediction(seconds, seconds, least=seconds, computation=(Span("computation", 0.0, seconds),))

@@ -1,0 +1,97 @@
+"""`python bench/predict.py` and the picture of timelines: their arithmetic, and one cell over a wire."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.append(str(BENCH))
+
+from forecaster import Forecast  # noqa: E402
+from predict import Cell, Setting, cluster_of, gigabits, table  # noqa: E402
+from timeline import Lane, busy_spans, clipped, draw, predicted  # noqa: E402
+from wire import what_is_missing  # noqa: E402
+
+from vescale_compile.cost import Device, MeasuredCollective, collective_cost  # noqa: E402
+from vescale_compile.passes.prediction import Prediction, Span  # noqa: E402
+
+possible = pytest.mark.skipif(what_is_missing() is not None, reason=f"no wire here: {what_is_missing()}")
+DEVICE = Device("cpu", {"float32": 1e11}, 1e10, None, 1.0, 1.0, 1e-6, {"aten.mm()": 0.5})
+FORWARD = Prediction(1.0, 0.6, 0.9, 0.3, 0.1, 0.9, (Span("a", 0.0, 0.7),), (Span("gather", 0.1, 1.0),))
+BACKWARD = Prediction(2.0, 1.2, 1.8, 0.6, 0.2, 1.8, (Span("b", 0.0, 1.5),), (Span("reduce", 0.5, 2.0),))
+FORECAST = Forecast(10, FORWARD, BACKWARD, 0.5)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [("2gbit", 2.0), ("500mbit", 0.5), ("1.5Gbit", 1.5), ("1000bit", 1e-6)])
+def test_rates_are_read_as_gigabits(rate: str, expected: float) -> None:
+    assert gigabits(rate) == pytest.approx(expected)
+
+
+def test_a_cell_adds_up_both_graphs_and_the_optimizer() -> None:
+    cell = Cell.of(Setting("3M", "1gbit", 2), FORECAST, [5.0, 2.8, 3.0])
+    assert (cell.predicted, cell.measured) == (pytest.approx(3.5), 3.0)
+    assert cell.error == pytest.approx(1 / 6)
+    assert (cell.compute, cell.exposed, cell.slowdown) == (pytest.approx(1.8), pytest.approx(0.9), pytest.approx(0.3))
+
+
+def test_the_table_has_a_line_for_each_cell_and_counts_those_on_target() -> None:
+    cells = [Cell.of(Setting("3M", rate, 2), FORECAST, [seconds]) for rate, seconds in (("5gbit", 9.0), ("1gbit", 3.4))]
+    lines = table(cells).splitlines()
+    assert lines[2].startswith("| 3M | 1gbit | 2 | 3500 | 3400 | +2.9 % |")
+    assert lines[3].startswith("| 3M | 5gbit | 2 | 3500 | 9000 | -61.1 % |")
+    assert lines[-1] == "1 of 2 cells are within 15 %."
+
+
+def test_hosts_that_share_a_core_have_a_slower_device_and_more_load() -> None:
+    measured = {"all_gather": MeasuredCollective(0.1, 1e8, 0.3)}
+    alone, shared = (cluster_of(DEVICE, 4, "1gbit", measured, contending) for contending in (1.0, 2.0))
+    assert alone.device == DEVICE
+    assert shared.device.seconds(1e9, 0, "float32") == pytest.approx(2 * DEVICE.seconds(1e9, 0, "float32"))
+    assert shared.device.operators == {"aten.mm()": 1.0}
+    costs = [collective_cost(cluster, "all_gather", 1e6) for cluster in (alone, shared)]
+    assert [cost.load for cost in costs] == [0.3, 0.6]
+    assert costs[0].seconds == costs[1].seconds
+
+
+def test_a_wire_is_busy_between_samples_that_moved_enough() -> None:
+    samples = [(0.0, 0), (1.0, 5), (2.0, 105), (3.0, 205), (4.0, 205), (5.0, 305)]
+    assert busy_spans(samples, 50) == [(1.0, 3.0), (4.0, 5.0)]
+
+
+def test_what_lies_outside_the_step_is_clipped() -> None:
+    assert clipped([(0.0, 1.5), (2.0, 5.0), (6.0, 7.0)], 1.0, 4.0) == [(0.0, 0.5), (1.0, 3.0)]
+
+
+def test_the_predicted_lane_is_forward_backward_optimizer() -> None:
+    lane = predicted(FORECAST)
+    assert lane.computation == [(0.0, 0.7), (1.0, 2.5)]
+    assert lane.wire == [(0.1, 1.0), (1.5, 3.0)]
+    assert lane.optimizer == [(3.0, 3.5)]
+    assert lane.seconds == pytest.approx(3.5)
+
+
+def test_the_picture_has_a_panel_for_each_lane() -> None:
+    figure = draw([predicted(FORECAST), Lane("fsdp2", 4.0, [(0.0, 1.0)], [(1.0, 2.0)])], "12M")
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["vescale, predicted: 3500 ms", "fsdp2: 4000 ms"]
+
+
+@possible
+@pytest.mark.slow
+def test_a_cell_is_predicted_measured_and_kept_for_the_next_run(tmp_path: Path) -> None:
+    path = tmp_path / "cells.json"
+    one = ("--sizes", "3M", "--rates", "1gbit", "--hosts", "3", "--steps", "3", "--seq", "8", "--json", str(path))
+    command = [sys.executable, str(BENCH / "predict.py"), *one]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert (cell["size"], cell["rate"], cell["hosts"]) == ("3M", "1gbit", 3)
+    assert cell["predicted"] > cell["communication"] > 0.05 and len(cell["steps"]) == 3
+    assert 0.2 < cell["predicted"] / cell["measured"] < 5
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert again.returncode == 0 and again.stdout == done.stdout and "measuring" not in again.stderr

@@ -1,0 +1,221 @@
+"""``vc.simulate`` and the commands that use it: predictions for clusters that are not there."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world, run_on_ranks
+from torch import nn
+
+import vescale_compile as vc
+from vescale_compile.__main__ import main
+from vescale_compile.cost import OPTIMIZERS, gpu_cluster
+from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.passes.context import GraphError, Part
+from vescale_compile.runtime import pool
+from vescale_compile.simulation import Simulation
+from vescale_compile.torch_internals import is_fake
+
+H100 = gpu_cluster("h100", 8)
+SLOW = replace(H100, within=replace(H100.within, bandwidth=1e6))
+
+
+CONFIG = LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2)
+
+
+def simulated(model: nn.Module | None = None, **options) -> Simulation:
+    if model is None:
+        with torch.device("meta"):
+            model = Llama(CONFIG)
+    tokens = torch.empty(2, 16, dtype=torch.int64, device="meta")
+    return vc.simulate(model, tokens, tokens, **{"cluster": H100, "world_size": 8, **options})
+
+
+@pytest.fixture(scope="module")
+def usual() -> Simulation:
+    return simulated()
+
+
+def test_the_same_arguments_give_the_same_prediction(usual):
+    assert simulated() == usual
+
+
+def test_a_step_is_computation_what_is_exposed_and_the_optimizers(usual):
+    found = usual
+    (graph,) = found.graphs
+    assert graph.parts.keys() == {Part.FORWARD, Part.BACKWARD}
+    parts = found.compute_seconds + found.exposed_seconds + found.optimizer_seconds
+    assert found.step_seconds == pytest.approx(parts)
+    assert found.least_seconds <= found.step_seconds
+    assert found.optimizer_seconds > 0
+
+
+def test_a_slow_wire_exposes_communication_and_computes_as_long(usual):
+    fast, slow = usual, simulated(cluster=SLOW)
+    assert slow.compute_seconds == fast.compute_seconds
+    assert slow.exposed_seconds > 100 * fast.exposed_seconds
+    assert slow.step_seconds > slow.communication_seconds > fast.communication_seconds
+
+
+def test_more_ranks_have_smaller_shards_and_states(usual):
+    few, many = usual, simulated(world_size=64)
+    assert many.cluster.nodes == 8
+    assert many.trained_bytes < few.trained_bytes / 7
+    assert many.state_bytes == 2 * many.trained_bytes
+
+
+def test_the_optimizers_states_and_time_are_those_of_its_description(usual):
+    adamw, sgd = usual, replace(usual, optimizer=OPTIMIZERS["sgd"])
+    assert adamw.peak_bytes - sgd.peak_bytes == adamw.state_bytes == 2 * adamw.trained_bytes
+    assert sgd.optimizer_seconds < adamw.optimizer_seconds
+
+
+@pytest.mark.slow
+def test_the_prediction_is_what_explain_says_of_the_sharded_model(usual):
+    with fake_world(8):
+        model = vc.fully_shard(Llama(CONFIG))
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        torch._dynamo.reset()
+        (graph,) = vc.explain(model, tokens, tokens, options={"cluster": H100}).graphs
+    assert str(graph).splitlines() == str(usual.graphs[0]).splitlines()
+
+
+def test_a_model_is_left_as_it_is_and_no_process_group_remains():
+    model = Llama(LlamaConfig(layers=1, dim=16, heads=2, kv_heads=1))
+    before = {name: (type(param), param.data_ptr()) for name, param in model.named_parameters()}
+    simulated(model)
+    assert {name: (type(param), param.data_ptr()) for name, param in model.named_parameters()} == before
+    assert not dist.is_initialized()
+
+
+def test_models_that_run_beside_it_do_not_share_its_memory():
+    with fake_world(8):
+        model = vc.fully_shard(Llama(CONFIG))
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+        before = call(tokens, tokens).item()
+        simulated(Llama(LlamaConfig(layers=2, dim=64, heads=4, kv_heads=2)))
+        assert call(tokens, tokens).item() == before
+        assert not any(is_fake(memory.tensor) for memory in pool._memories.values())
+
+
+def test_tied_parameters_stay_tied():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(layers=1, dim=16, heads=2, kv_heads=1, tie_embeddings=True))
+    model.also = model.embedding
+    numel = sum(param.numel() for param in model.parameters())
+    assert simulated(model).trained_bytes <= 4 * numel / 8 + 64
+
+
+def test_the_model_is_sharded_as_asked(usual):
+    def each_layer_kept(model: nn.Module) -> None:
+        vc.fully_shard(model, reshard_after_forward=False)
+
+    kept, resharded = simulated(shard=each_layer_kept), usual
+    assert not any(unit.reshard_after_forward for unit in kept.graphs[0].units)
+    assert kept.communication_seconds < resharded.communication_seconds
+    assert kept.peak_bytes > resharded.peak_bytes
+
+
+def test_in_evaluation_there_is_a_forward_alone():
+    with torch.no_grad():
+        assert simulated().graphs[0].parts.keys() == {Part.INFERENCE}
+
+
+def test_the_text_has_step_bound_and_memory(usual):
+    text = str(usual)
+    for words in ("8 x h100 on 1 node over NVLink", "step", "lower bound", "exposed", "peak memory", "adamw"):
+        assert words in text
+
+
+def test_a_sharded_model_is_refused():
+    with fake_world(8), pytest.raises(ValueError, match="simulate: the model is sharded already"):
+        simulated(vc.fully_shard(Llama(LlamaConfig(layers=1, dim=16, heads=2, kv_heads=1))))
+
+
+def test_a_function_that_shards_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"simulate: shard\(model\) sharded nothing"):
+        simulated(shard=lambda model: None)
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_refused():
+    with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8"):
+        simulated(world_size=12)
+
+
+def test_a_budget_that_nothing_fits_in_is_an_error_of_the_graph():
+    with pytest.raises(GraphError, match=r"\[rank 0\] .*memory_budget is .* needs"):
+        simulated(memory_budget="1KB")
+    assert not dist.is_initialized()
+
+
+def test_a_fake_group_of_another_size_is_refused():
+    with fake_world(4), pytest.raises(RuntimeError, match=r"in a fake process group of 4 ranks.* a fake one of 8"):
+        simulated()
+
+
+def refused_on_a_rank() -> str:
+    try:
+        simulated()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_real_process_group_is_refused_and_the_rank_named():
+    for rank, message in enumerate(run_on_ranks(2, refused_on_a_rank)):
+        assert message.startswith(f"[rank {rank}] simulate: this process is in a gloo process group of 2 ranks")
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    return status, *capsys.readouterr()
+
+
+def test_the_command_simulates_a_published_model_for_several_budgets(capsys):
+    where = ("--model", "llama-3-70b", "--world", "64", "--cluster", "h100")
+    status, out, _ = command(capsys, "simulate", *where, "--budget", "40GB", "70GB", "--json")
+    tight, roomy = json.loads(out)["budgets"]
+    assert status == 0
+    assert roomy["step"] <= tight["step"] and roomy["kept"] >= tight["kept"]
+    states = 8 * 70.55e9 / 64
+    for row, budget in ((tight, 40e9), (roomy, 70e9)):
+        assert row["least"] <= row["step"] and row["peak"] <= budget + states * 1.01
+
+
+def test_the_command_simulates_the_example(capsys):
+    size = ("--model", "tiny", "--world", "8", "--cluster", "h100", "--seq", "16")
+    status, out, _ = command(capsys, "simulate", *size)
+    assert status == 0
+    assert "tiny, 1 x 16 tokens a rank, on 8 x h100" in out and "lower bound" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--model", "llama-3-70b", "--world", "64", "--cluster", "cray"), "neither a preset"),
+        (("--model", "llama-3-70b", "--world", "64", "--cluster", "h100", "--optim", "sgd"), "--optim is not for"),
+        (("--model", "tiny", "--world", "8", "--cluster", "h100", "--budget", "much"), "memory_budget='much'"),
+    ],
+)
+def test_the_command_refuses_options_that_make_no_sense(capsys, arguments, problem):
+    status, _, err = command(capsys, "simulate", *arguments)
+    assert status == 2
+    assert problem in err
+
+
+@pytest.mark.parametrize("model", ["llama-3-70b", "tiny"])
+def test_the_command_says_what_a_budget_would_have_to_be(capsys, model):
+    where = ("--world", "8", "--cluster", "h100", "--seq", "64")
+    status, _, err = command(capsys, "simulate", "--model", model, *where, "--budget", "1KB")
+    assert status == 1
+    assert "needs" in err
+
+
+def test_explain_shows_the_graphs_of_an_example_on_many_ranks(capsys):
+    status, out, _ = command(capsys, "explain", "--model", "tiny", "--world", "16", "--seq", "16")
+    assert status == 0
+    for words in ("launch all_gather of layers.1", "backward:", "memory at most", "predicted", "on 16 x cpu"):
+        assert words in out

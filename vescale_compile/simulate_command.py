@@ -1,0 +1,203 @@
+"""`python -m vescale_compile simulate`: predict a training step on a cluster that is not there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_compile import module_shapes
+from vescale_compile.cost import OPTIMIZERS, PRESETS, Cluster, OptimizerCost
+from vescale_compile.examples.llama import SIZES, Llama
+from vescale_compile.hardware import cluster_for
+from vescale_compile.options import Options
+from vescale_compile.passes.context import GraphError
+from vescale_compile.planner.models import PUBLISHED, published
+from vescale_compile.published_graphs import ASSUMPTIONS, published_graph
+from vescale_compile.quantities import size_text, time_text
+from vescale_compile.schedule import BudgetError, find_schedule
+from vescale_compile.sharding import fully_shard
+from vescale_compile.simulation import Simulation, simulate
+
+_POLICIES = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "fp32": MixedPrecisionPolicy()}
+_MASTER_BYTES = 4  # of a published model's sharded parameter
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction under one memory budget. Times in seconds, memory in bytes with the optimizer's states."""
+
+    budget: int | None
+    step: float
+    least: float
+    compute: float
+    communication: float
+    exposed: float
+    peak: int
+    kept: int | None
+    """units that stay unsharded from forward to backward, where the schedule decides that"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `simulate`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = f"""{parser.description}.
+
+A published model is simulated from its shapes. {ASSUMPTIONS}
+With a budget the schedule keeps units unsharded for the backward where that pays and there is room.
+
+Any other model goes through the compiler's own passes and scheduler (vescale_compile.simulate), as fully_shard shards
+it, at the roofline of the device; no activation checkpointing but the model's own."""
+    model = parser.add_argument_group("model").add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", choices=[*PUBLISHED, *SIZES], help="a published model, or a size of the example")
+    model.add_argument("--hf-config", type=Path, metavar="FILE", help="build transformers' model for a config.json")
+
+    where = parser.add_argument_group("where")
+    where.add_argument("--world", type=positive, required=True, metavar="N", help="ranks")
+    where.add_argument("--cluster", required=True, metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a calibration")
+    where.add_argument(
+        "--budget",
+        nargs="+",
+        metavar="SIZE",
+        help="memory of a rank, optimizer states apart, such as 40GB; several for a table (published models: what the "
+        "device has; others: what gathering and reducing one unit ahead takes)",
+    )
+    add_step_arguments(parser)
+    parser.add_argument("--optim", choices=OPTIMIZERS, help="whose step and states are counted (adamw)")
+    parser.add_argument("--json", action="store_true", help="figures as JSON instead of a table")
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what a rank does in a step."""
+    step = parser.add_argument_group("training step of each rank")
+    step.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences (%(default)s)")
+    step.add_argument("--seq", type=positive, default=8192, metavar="N", help="tokens of a sequence (%(default)s)")
+    step.add_argument("--param-dtype", choices=_POLICIES, help="of gathers and computation (bf16)")
+    step.add_argument("--reshard", action=argparse.BooleanOptionalAction, help="free parameters after forward (yes)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict and print; 0 if all went well, 1 if nothing fits in a budget, 2 if the options make no sense."""
+    try:
+        _check(args)
+        cluster = cluster_for(args.cluster, torch.device("cpu"), args.world)
+        budgets = [Options(memory_budget=each).budget_bytes for each in args.budget or [None]]
+        rows = list(
+            _published_rows(args, cluster, budgets) if args.model in PUBLISHED else _rows(args, cluster, budgets)
+        )
+    except (BudgetError, GraphError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    title = args.model or str(args.hf_config)
+    if args.json:
+        figures = {"model": title, "cluster": str(cluster), "batch": args.batch, "seq": args.seq}
+        print(json.dumps(figures | {"budgets": [asdict(row) for row in rows]}, indent=2))
+        return 0
+    print(f"{title}, {args.batch} x {args.seq} tokens a rank, on {cluster}\n")
+    _print(rows)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.model not in PUBLISHED:
+        return
+    for option in ("param_dtype", "reshard", "optim"):
+        if getattr(args, option) is not None:
+            raise ValueError(
+                f"--{option.replace('_', '-')} is not for a published model, whose step is always the same"
+            )
+
+
+def _published_rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequence[int | None]) -> Iterator[Row]:
+    graph = published_graph(args.model, cluster, args.batch * args.seq, sequence=args.seq)
+    optimizer, master = OPTIMIZERS["adamw"], _MASTER_BYTES * published(args.model).numel // cluster.ranks
+    seconds = optimizer.seconds(master, cluster.device)
+    for budget in budgets:
+        whole = cluster.device.memory_bytes if budget is None else budget + optimizer.state_bytes(master)
+        found = find_schedule(graph, whole)
+        timeline = found.timeline
+        yield Row(
+            budget,
+            timeline.makespan + seconds,
+            found.bound.makespan + seconds,
+            timeline.compute,
+            timeline.communication,
+            timeline.exposed,
+            timeline.peak_bytes,
+            len(found.schedule.kept),
+        )
+
+
+def _rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequence[int | None]) -> Iterator[Row]:
+    for budget in budgets:
+        found = simulated(args, cluster, budget, OPTIMIZERS[args.optim or "adamw"])
+        yield Row(
+            budget,
+            found.step_seconds,
+            found.least_seconds,
+            found.compute_seconds,
+            found.communication_seconds,
+            found.exposed_seconds,
+            found.peak_bytes,
+            None,
+        )
+
+
+def simulated(
+    args: argparse.Namespace, cluster: Cluster, budget: int | None, optimizer: OptimizerCost = OPTIMIZERS["adamw"]
+) -> Simulation:
+    """The training step of a model that is not a published one's shapes."""
+    policy = _POLICIES[args.param_dtype or "bf16"]
+    names = ("input_ids", "labels") if args.hf_config is not None else ("tokens", "labels")
+    inputs: dict[str, Any] = dict.fromkeys(names, torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta"))
+    return simulate(
+        _model(args),
+        cluster=cluster,
+        world_size=args.world,
+        memory_budget=budget,
+        shard=lambda module: fully_shard(module, reshard_after_forward=args.reshard is not False, mp_policy=policy),
+        optimizer=optimizer,
+        **inputs,
+    )
+
+
+def _model(args: argparse.Namespace) -> nn.Module:
+    if args.hf_config is not None:
+        return module_shapes.from_hf_config(args.hf_config)
+    with torch.device("meta"):
+        return Llama(SIZES[args.model])
+
+
+def _print(rows: Sequence[Row]) -> None:
+    headings = ("budget", "step", "lower bound", "computation", "communication", "exposed", "peak", "kept units")
+    cells = [
+        (
+            "-" if row.budget is None else size_text(row.budget),
+            *(time_text(seconds) for seconds in (row.step, row.least, row.compute, row.communication, row.exposed)),
+            size_text(row.peak),
+            "-" if row.kept is None else str(row.kept),
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    for line in (headings, *cells):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print("\nstep and lower bound include the optimizer's step, peak the optimizer's states")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value

@@ -1,0 +1,224 @@
+"""``simulate``: the step time, exposed communication and memory of a model on a described cluster, without one.
+
+The model's shapes go through the compiler's own passes and scheduler, as rank 0 of a process group whose collectives
+do nothing, up to where Inductor would generate code. Nothing is allocated and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils import _pytree as pytree
+
+from .backend import vescale
+from .cost import OPTIMIZERS, Cluster, OptimizerCost
+from .hardware import cluster_for
+from .passes.context import GraphError
+from .quantities import size_text, time_text
+from .ragged.dtensor import RaggedDTensor
+from .report import GraphReport
+from .sharding import fully_shard
+from .torch_internals import shapes_only
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one training step of a rank is predicted to take. Times in seconds, memory in bytes.
+
+    Attributes:
+        cluster: that it was predicted for.
+        optimizer: whose states and step are counted.
+        graphs: each compiled graph, with the prediction and the peak of its parts.
+        trained_bytes: of this rank's shards of trained parameters.
+    """
+
+    cluster: Cluster
+    optimizer: OptimizerCost
+    graphs: tuple[GraphReport, ...]
+    trained_bytes: int
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Of the optimizer's step."""
+        return self.optimizer.seconds(self.trained_bytes, self.cluster.device) if self.trained_bytes else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Of forward, backward and the optimizer's step, one after another."""
+        return self._sum("seconds") + self.optimizer_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of the computation in forward and backward, with the device to itself."""
+        return self._sum("compute")
+
+    @property
+    def communication_seconds(self) -> float:
+        """Of the collectives, each with the wire to itself."""
+        return self._sum("communication")
+
+    @property
+    def exposed_seconds(self) -> float:
+        """In which the computation stands still and waits for collectives."""
+        return self._sum("exposed")
+
+    @property
+    def least_seconds(self) -> float:
+        """What no schedule of these graphs can beat, the optimizer's step included."""
+        return self._sum("least") + self.optimizer_seconds
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizer's states."""
+        return self.optimizer.state_bytes(self.trained_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The fullest moment of a step: shards, slots, gradients, activations, and the optimizer's states."""
+        return max((graph.peak_bytes for graph in self.graphs), default=0) + self.state_bytes
+
+    def _sum(self, what: str) -> float:
+        return sum(getattr(part.prediction, what) for graph in self.graphs for part in graph.parts.values())
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "the model's forward reads no parameters, so there is nothing to predict"
+        rows = [
+            ("step", time_text(self.step_seconds), "forward, backward and the optimizer's step"),
+            ("  lower bound", time_text(self.least_seconds), "no schedule takes less"),
+            ("  computation", time_text(self.compute_seconds), ""),
+            ("  exposed", time_text(self.exposed_seconds), f"of {time_text(self.communication_seconds)} on the wire"),
+            ("  optimizer", time_text(self.optimizer_seconds), self.optimizer.name),
+            ("peak memory", size_text(self.peak_bytes), f"{size_text(self.state_bytes)} of it the optimizer's states"),
+        ]
+        return "\n".join(
+            [str(self.cluster), *(f"{what:<14} {value:>10}  {note}".rstrip() for what, value, note in rows)]
+        )
+
+
+def simulate(
+    model: nn.Module,
+    *args: Any,
+    cluster: str | Cluster,
+    world_size: int,
+    memory_budget: int | str | None = None,
+    shard: Callable[[nn.Module], object] = fully_shard,
+    optimizer: OptimizerCost = OPTIMIZERS["adamw"],
+    on_graph: Callable[[fx.Graph], None] | None = None,
+    **kwargs: Any,
+) -> Simulation:
+    """Predicts a training step of a model on a described cluster, with no such cluster.
+
+    It stands in for rank 0 of a fake process group, which it makes and destroys; every rank's step is alike. The same
+    arguments give the same prediction. Times are the cost model's (see ``vescale_compile.cost``): operators at the
+    roofline of the device, collectives by latency and bandwidth. Attention is taken to run as PyTorch runs it on a
+    CPU: fused, without a matrix of scores. Dynamo is reset before and after: what this process has compiled is compiled
+    anew when it is called again.
+
+    Args:
+        model: unsharded, and left as it is. On the meta device it takes no memory.
+        args, kwargs: of its forward; of tensors only shapes and dtypes count. In training mode the backward is
+            predicted too.
+        cluster: a :class:`vescale_compile.cost.Cluster`, the name of a preset ("h100"), or a calibration's file.
+        world_size: ranks.
+        memory_budget: bytes, or text such as "40GB": what a step may take on a rank, optimizer states apart. None:
+            what gathering and reducing one unit ahead takes.
+        shard: called with a copy of the model that only has shapes, to shard it; for example ``lambda model:
+            vc.fully_shard(model, mp_policy=...)``.
+        optimizer: one of ``vescale_compile.cost.OPTIMIZERS``, or another description.
+        on_graph: called with each final graph; ``vescale_compile.cost.operators.measure_operators`` measures its nodes.
+
+    Raises:
+        ValueError: a cluster that does not exist or that so many ranks don't fill; a budget that makes no sense; a
+            model that is sharded already, or that ``shard`` does not shard.
+        GraphError: no schedule fits in the budget, or a graph that can't be compiled.
+        RuntimeError: this process has joined a process group that is not a fake one of ``world_size`` ranks.
+    """
+    if any(isinstance(param, RaggedDTensor) for param in model.parameters()):
+        raise ValueError(
+            "simulate: the model is sharded already, for its own process group. Give it before fully_shard, and say "
+            "with shard=... how it is to be sharded"
+        )
+    described = cluster_for(cluster, _CPU, world_size)
+    graphs: list[GraphReport] = []
+    mode = shapes_only()
+    options = {"cluster": described, "memory_budget": memory_budget}
+    backend = functools.partial(
+        vescale, options=options, on_compiled=graphs.append, on_graph=on_graph, generate_code=False
+    )
+    with _fake_group(world_size), _nothing_compiled():
+        shapes = _shapes_of(model, mode)
+        shard(shapes)
+        trained = [p for p in shapes.parameters() if isinstance(p, RaggedDTensor) and p.requires_grad]
+        if not any(isinstance(param, RaggedDTensor) for param in shapes.parameters()):
+            raise ValueError(
+                "simulate: shard(model) sharded nothing; it is to call fully_shard on the model it is given"
+            )
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _shape_of(tensor, mode), (args, kwargs))
+        try:
+            with mode:
+                torch.compile(shapes, backend=backend)(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            raise (error.inner_exception if isinstance(error.inner_exception, GraphError) else error) from None
+        trained_bytes = sum(param.to_local().nbytes for param in trained)
+    return Simulation(described, optimizer, tuple(graphs), trained_bytes)
+
+
+@contextlib.contextmanager
+def _fake_group(world_size: int) -> Iterator[None]:
+    """A process group of ``world_size`` ranks whose collectives do nothing; the one there is, if it is such a group."""
+    if dist.is_initialized():
+        backend, ranks = dist.get_backend(), dist.get_world_size()
+        if (backend, ranks) != ("fake", world_size):
+            raise RuntimeError(
+                f"[rank {dist.get_rank()}] simulate: this process is in a {backend} process group of {ranks} ranks, "
+                f"and the simulation needs a fake one of {world_size}. Simulate in a process of its own, or after "
+                "torch.distributed.destroy_process_group()"
+            )
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """What Dynamo compiles for a model's shapes must not be found by, nor count against, what is to run."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def _shapes_of(model: nn.Module, mode: AbstractContextManager[Any]) -> nn.Module:
+    """A copy of a module whose tensors only have shapes."""
+    memo: dict[int, Any] = {}
+    for part in model.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = _shape_of(tensor, mode)
+    return copy.deepcopy(model, memo)
+
+
+def _shape_of(tensor: Tensor, mode: AbstractContextManager[Any]) -> Tensor:
+    with mode:
+        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(shape, requires_grad=tensor.requires_grad)
+    return shape.requires_grad_(tensor.requires_grad)
