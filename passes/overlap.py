@@ -16,8 +16,10 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..cost import collective_cost
+from ..cost.collectives import ALL_TO_ALL
 from ..cost.compute import compute_seconds
 from ..runtime.pool import pooled_bytes
+from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schedule import (
     BudgetError,
     Compute,
@@ -184,16 +186,38 @@ def _task_graph(
     # Slots are there all the time, so what they may take is what the fullest moment leaves.
     live = peak_of(graph, context, {lifetime.node for lifetime in lifetimes(graph)}).nbytes
     shards = _shard_bytes(context)
-    compute = [Compute(segment[0].name, sum(seconds[node] for node in segment), shards + live) for segment in segments]
+    held = _unpacked_bytes(graph, collectives, segments)
+    compute = [
+        Compute(segment[0].name, sum(seconds[node] for node in segment), shards + live + unpacked)
+        for segment, unpacked in zip(segments, held, strict=True)
+    ]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
     transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
     return TaskGraph(tuple(compute), tuple(transfers))
 
 
+def _unpacked_bytes(graph: fx.Graph, collectives: Sequence[Collective], segments: Sequence[list[fx.Node]]) -> list[int]:
+    """In each segment, the memory of parameters that are computed from what was gathered."""
+    carried = {buffer for each in collectives for buffer in each.buffers}
+    unpacked = [buffer for buffer in lifetimes(graph) if buffer.node not in carried]
+    order = order_of(graph)
+    return [
+        sum(
+            nbytes_of(buffer.node)
+            for buffer in unpacked
+            if buffer.first <= order[segment[-1]] and buffer.last >= order[segment[0]]
+        )
+        for segment in segments
+    ]
+
+
 def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:
     full = nbytes_of(each.buffers[0])
     scratch = sum(nbytes_of(buffer) for buffer in each.buffers[1:] if marked_buffer(buffer).use is Use.SCRATCH)
-    cost = collective_cost(context.cluster, each.kind, full)
+    exchanges = each.launch.target is start_reduce_scatter_quantized
+    if exchanges:  # codes of the gradients, from one scratch buffer to the other
+        full, scratch = scratch // 2, full + scratch // 2
+    cost = collective_cost(context.cluster, ALL_TO_ALL if exchanges else each.kind, full)
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",
