@@ -77,7 +77,7 @@ class StochasticQuantizer(Quantizer, Protocol):
         """Of the random numbers."""
 
     def encode_stochastically(self, values: Tensor, scales: Tensor, uniform: Tensor) -> Tensor:
-        """As ``encode``, rounded up where the fraction exceeds ``1 - uniform``, which is in [0, 1)."""
+        """As ``encode``, rounded up where the fraction exceeds ``uniform``, which is in [0, 1)."""
 
 
 class Tables(NamedTuple):

@@ -24,6 +24,7 @@ from .units import UnitMembers, find_units, group_by_buffer, owners
 _COLLECTIVE_BYTES = 16  # NCCL's fast path wants multiples
 
 GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
+Blocks = dict[nn.Parameter, Granularity | None]  # what may not be cut of each parameter
 
 
 def fully_shard(
@@ -94,8 +95,11 @@ def fully_shard(
             "ignored_params or in units inside it already, or the module has none."
         )
     places = owners(module)
+    blocks = {  # of all units, before any is changed
+        param: _granularity(granularities, name, param) for unit in units for name, param in unit.params.items()
+    }
     for members in units:
-        _shard_unit(members, places, over, comm, policy, granularities, root=module)
+        _shard_unit(members, places, over, comm, policy, blocks, root=module)
     _name_buffers(module)
     stale_optimizers.watch()
     return module
@@ -107,14 +111,12 @@ def _shard_unit(
     mesh: DataParallelMesh,
     comm: CommPolicy,
     policy: MixedPrecisionPolicy,
-    granularities: Sequence[GranularityFn],
+    blocks: Blocks,
     *,
     root: nn.Module,
 ) -> None:
     sync = GradientSync()
-    plans = [
-        (plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, comm, granularities)
-    ]
+    plans = [(plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, comm, blocks)]
     buffers = []
     for ordinal, (plan, group) in enumerate(plans):
         name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"
@@ -162,13 +164,10 @@ def _name_buffers(module: nn.Module) -> None:
 
 
 def _plan(
-    params: dict[str, nn.Parameter], mesh: DataParallelMesh, policy: CommPolicy, granularities: Sequence[GranularityFn]
+    params: dict[str, nn.Parameter], mesh: DataParallelMesh, policy: CommPolicy, blocks: Blocks
 ) -> tuple[BufferPlan, ...]:
     """Lays one buffer's parameters out; a rank's part is a multiple of 16 bytes in every dtype it travels in."""
-    tensors = [
-        TensorSpec(name, tuple(p.shape), p.element_size(), _granularity(granularities, name, p))
-        for name, p in params.items()
-    ]
+    tensors = [TensorSpec(name, tuple(p.shape), p.element_size(), blocks[p]) for name, p in params.items()]
     itemsize = tensors[0].itemsize
     communicated = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
     communicated += [1 for quantizer in (policy.quantize, policy.quantize_gradients) if quantizer is not None]
