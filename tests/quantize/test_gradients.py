@@ -96,7 +96,7 @@ def rounded(values: Tensor, times: int, seed: int = 0) -> Tensor:
 
 @on_ranks(1)
 def test_rounding_is_unbiased():
-    """The mean of n roundings is within 5 standard errors of the value; a rounding's variance is at most step**2 / 4."""
+    """The mean of n roundings is within 5 standard errors: a rounding's variance is at most step**2 / 4."""
     values = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     values[0] = torch.linspace(0, 1, 64)
     times = 4000

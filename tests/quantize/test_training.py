@@ -1,4 +1,4 @@
-"""Training with quantized gathers: the numbers of a model whose weights are quantized, with straight-through gradients."""
+"""Training with quantized gathers: the numbers of a model of quantized weights, with straight-through gradients."""
 
 import sys
 from pathlib import Path
