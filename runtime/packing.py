@@ -7,22 +7,21 @@ A packed buffer has one part of P bytes for each rank, the same P on every rank.
     elements   of the rank's parameters that are not quantized, in the dtype that they are wanted in
 
 So one collective brings everything, and a shard is quantized without a word from any other, because no block is cut.
-Kernels are told where blocks lie by tables: a strip is a row of blocks side by side, all of one tensor.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
 _ALIGNMENT = 16  # bytes
-_STRIP_NUMEL = 2048  # elements that one entry of the tables should describe at least
 
 
 class Tiles(NamedTuple):
@@ -54,7 +53,7 @@ class Quantizer(Protocol):
 
     @property
     def scale_bytes(self) -> int:
-        """Of a stored scale: 1 to 4."""
+        """Of a stored scale: 1 or 4."""
 
     def tiles(self, shape: Sequence[int]) -> Tiles | None:
         """The blocks of a tensor of ``shape``; None if it is not quantized."""
@@ -80,39 +79,30 @@ class StochasticQuantizer(Quantizer, Protocol):
         """As ``encode``, rounded up where the fraction exceeds ``uniform``, which is in [0, 1)."""
 
 
-class Tables(NamedTuple):
-    """Where a kernel finds what it works on.
+class Piece(NamedTuple):
+    """What a rank holds of a parameter.
 
     Attributes:
-        strips: [6, N] int64, of each strip: first element, elements from one line to the next, lines, columns, place
-            of the first element's code and of the first block's scale, in bytes.
-        elements: [M] int64: those that are not quantized.
-        places: [M] int64: theirs in the packed buffer, counted in elements of their dtype.
+        tiles: of the parameter; None if it is not quantized.
+        start: first element, counted in the parameter, where tiles are cut.
+        numel: how many.
+        element: first element, counted in the buffer of elements.
+        code: byte of its code in the packed buffer; if it is not quantized, of the element itself.
+        scale: byte of the first block's scale.
     """
 
-    strips: Tensor
-    elements: Tensor
-    places: Tensor
-
-
-class _Piece(NamedTuple):
-    """What a rank holds of a parameter: elements [start, stop) of it, from ``offset`` of the buffer on."""
-
-    rank: int
-    offset: int
-    start: int
-    stop: int
     tiles: Tiles | None
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+    start: int
+    numel: int
+    element: int
+    code: int
+    scale: int
 
     @property
     def bands(self) -> range:
         """Rows of tiles, counted in the parameter."""
         assert self.tiles is not None
-        return range(_band_at(self.tiles, self.start), _band_at(self.tiles, self.stop))
+        return range(_band_at(self.tiles, self.start), _band_at(self.tiles, self.start + self.numel))
 
     @property
     def blocks(self) -> int:
@@ -141,7 +131,6 @@ class Packing:
 
     Attributes:
         part: P, bytes of a rank's part.
-        across: blocks of a full strip.
     """
 
     def __init__(
@@ -157,61 +146,54 @@ class Packing:
             raise AssertionError(f"shards of {shard_numel} elements: their codes would not be aligned")
         self.key, self.quantizer, self.world_size, self.shard_numel = key, quantizer, world_size, shard_numel
         self.dtype = dtype
-        h, w = quantizer.tile
-        self.pieces = sorted(_pieces(params, quantizer, shard_numel), key=lambda piece: (piece.rank, piece.offset))
-        widest = max((_width(piece) for piece in self.pieces if piece.tiles), default=1)
-        self.across = min(max(1, _STRIP_NUMEL // (h * w)), -(-widest // w))
-        blocks, others = [0] * world_size, [0] * world_size
-        for piece in self.pieces:
-            blocks[piece.rank] += piece.blocks
-            others[piece.rank] += piece.numel if piece.tiles is None else 0
-        self._scales_at = shard_numel
-        self._others_at = _aligned(shard_numel + max(blocks) * quantizer.scale_bytes)
-        self.part = _aligned(self._others_at + max(others) * dtype.itemsize)
+        self._tables: dict[Hashable, Any] = {}
+        held: list[list[Piece]] = [[] for _ in range(world_size)]
+        for rank, piece in _pieces(params, quantizer, shard_numel):
+            held[rank].append(piece)
+        blocks = max(sum(piece.blocks for piece in pieces) for pieces in held)
+        others = max(sum(piece.numel for piece in pieces if piece.tiles is None) for pieces in held)
+        self._others_at = _aligned(shard_numel + blocks * quantizer.scale_bytes)
+        self.part = _aligned(self._others_at + others * dtype.itemsize)
+        self._pieces = [self._placed(pieces) for pieces in held]
 
     @property
     def nbytes(self) -> int:
         """Of the packed buffer."""
         return self.world_size * self.part
 
-    @functools.cache  # noqa: B019  (as long as the packing itself)
-    def tables(self, device: torch.device) -> Tables:
-        """For kernels that take the whole buffer of elements, and the whole packed buffer."""
-        return Tables(*(table.to(device) for table in self._tables))
+    def pieces(self, rank: int | None) -> list[Piece]:
+        """What ``rank`` holds, counted in its shard and its part of the packed buffer; or, for None, what all ranks
+        hold, counted in the whole buffers."""
+        if rank is not None:
+            return self._pieces[rank]
+        return [
+            piece._replace(
+                element=piece.element + each * self.shard_numel,
+                code=piece.code + each * self.part,
+                scale=piece.scale + each * self.part,
+            )
+            for each, pieces in enumerate(self._pieces)
+            for piece in pieces
+        ]
 
-    @functools.cache  # noqa: B019
-    def shard_tables(self, rank: int, device: torch.device) -> Tables:
-        """For kernels that take a rank's shard, and its part of the packed buffer."""
-        strips, elements, places = self._tables
-        mine = (rank * self.shard_numel <= strips[0]) & (strips[0] < (rank + 1) * self.shard_numel)
-        others = (rank * self.shard_numel <= elements) & (elements < (rank + 1) * self.shard_numel)
-        strips = strips[:, mine].clone()
-        strips[0] -= rank * self.shard_numel
-        strips[4:] -= rank * self.part
-        elements, places = elements[others] - rank * self.shard_numel, places[others]
-        places -= rank * self.part // self.dtype.itemsize
-        return Tables(strips.to(device), elements.to(device), places.to(device))
+    def table(
+        self, build: Callable[[Packing, int | None, torch.device], T], rank: int | None, device: torch.device
+    ) -> T:
+        """What ``build`` makes of the pieces of a rank, or of all; made once."""
+        key = (build, rank, device)
+        if key not in self._tables:
+            self._tables[key] = build(self, rank, device)
+        return self._tables[key]
 
-    @functools.cached_property
-    def _tables(self) -> Tables:
-        strips, elements, places = [], [], []
-        blocks, others = [0] * self.world_size, [0] * self.world_size
-        for piece in self.pieces:
-            begin = piece.offset + piece.start
-            part = piece.rank * self.part
-            if piece.tiles is None:
-                elements.append(torch.arange(begin, begin + piece.numel))
-                first = (part + self._others_at) // self.dtype.itemsize + others[piece.rank]
-                places.append(torch.arange(first, first + piece.numel))
-                others[piece.rank] += piece.numel
-                continue
-            first_element, line, rows, columns, block = _strips(piece, self.across)
-            codes = first_element + (part + begin - piece.rank * self.shard_numel)
-            scales = (block + blocks[piece.rank]) * self.quantizer.scale_bytes + part + self._scales_at
-            strips.append(torch.stack([first_element + begin, line, rows, columns, codes, scales]))
-            blocks[piece.rank] += piece.blocks
-        none = torch.empty(0, dtype=torch.int64)
-        return Tables(torch.cat(strips, 1), torch.cat([none, *elements]), torch.cat([none, *places]))
+    def _placed(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces of a rank with their places in its part."""
+        placed = []
+        scale, other = self.shard_numel, self._others_at
+        for piece in pieces:
+            placed.append(piece._replace(code=piece.element if piece.tiles else other, scale=scale))
+            scale += piece.blocks * self.quantizer.scale_bytes
+            other += 0 if piece.tiles else piece.numel * self.dtype.itemsize
+        return placed
 
 
 _packings: WeakValueDictionary[str, Packing] = WeakValueDictionary()
@@ -239,43 +221,16 @@ def packing_for(
     return known
 
 
-def _pieces(params: Sequence[tuple[int, tuple[int, ...]]], quantizer: Quantizer, shard_numel: int) -> Iterator[_Piece]:
-    for offset, shape in params:
+def _pieces(
+    params: Sequence[tuple[int, tuple[int, ...]]], quantizer: Quantizer, shard_numel: int
+) -> Iterator[tuple[int, Piece]]:
+    """What each rank holds, in the order of the buffer; elements are counted in shards."""
+    for offset, shape in sorted(params):
         numel, tiles = math.prod(shape), quantizer.tiles(shape)
         for rank in range(offset // shard_numel, (offset + numel - 1) // shard_numel + 1):
-            start, stop = rank * shard_numel - offset, (rank + 1) * shard_numel - offset
-            yield _Piece(rank, offset, max(start, 0), min(stop, numel), tiles)
-
-
-def _width(piece: _Piece) -> int:
-    """Of the longest row of blocks in a piece, in elements."""
-    assert piece.tiles is not None
-    return piece.numel if piece.tiles.consecutive else piece.tiles.cols
-
-
-def _strips(piece: _Piece, across: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The first element of each strip, elements from line to line, lines, columns and the first block, each [N] int64;
-    elements and blocks counted in the piece."""
-    assert piece.tiles is not None
-    _, rows, cols, h, w = piece.tiles
-    if piece.tiles.consecutive:
-        bands, cols, start = range(1), piece.numel, 0
-    else:
-        bands, start = piece.bands, piece.start
-    in_matrix = -(-rows // h)
-    numbers = torch.arange(bands.start, bands.stop)[:, None]
-    first_row = numbers % in_matrix * h
-    line = numbers // in_matrix * rows + first_row
-    column = torch.arange(0, cols, across * w)[None]
-    found = torch.broadcast_tensors(
-        line * cols - start + column,
-        torch.tensor(cols),
-        (rows - first_row).clamp(max=h),
-        (cols - column).clamp(max=across * w),
-        (numbers - bands.start) * -(-cols // w) + column // w,
-    )
-    first_element, distance, lines, columns, block = (each.flatten() for each in found)
-    return first_element, distance, lines, columns, block
+            begin = max(offset, rank * shard_numel)
+            end = min(offset + numel, (rank + 1) * shard_numel)
+            yield rank, Piece(tiles, begin - offset, end - begin, begin - rank * shard_numel, 0, 0)
 
 
 def _aligned(nbytes: int) -> int:

@@ -24,7 +24,7 @@ from ..torch_internals import resolve_group
 from .collectives import average_replicas, start_all_to_all, start_gather_in_place
 from .ops import define, launched, replicas_of, wait_for
 from .packing import Packing, StochasticQuantizer, packing_named
-from .quantizing import average_into, dequantize_into, quantize_into
+from .quantizing import Kernels, average_into, dequantize_into, quantize_into
 from .rounding import rounding_of
 
 
@@ -49,13 +49,12 @@ def _start_gather(shard: Tensor, packed: Tensor, unit: int, group: str, packing:
 def _quantize_own(shard: Tensor, packed: Tensor, group: dist.ProcessGroup, name: str, compiled: bool) -> None:
     packing = packing_named(name)
     own = packed.narrow(0, group.rank() * packing.part, packing.part)
-    quantize_into(packing, packing.shard_tables(group.rank(), shard.device), shard, own, compiled=compiled)
+    quantize_into(packing, group.rank(), shard, own, Kernels.on(shard.device, compiled))
 
 
 @torch.no_grad()
 def _dequantize(packed: Tensor, full: Tensor, unit: int, packing: str, compiled: bool) -> None:
-    known = packing_named(packing)
-    dequantize_into(known, known.tables(full.device), packed, full, compiled=compiled)
+    dequantize_into(packing_named(packing), packed, full, Kernels.on(full.device, compiled))
 
 
 @torch.no_grad()
@@ -96,7 +95,7 @@ def _wait_reduce(
 
 def _quantize_gradients(full: Tensor, sent: Tensor, packing: Packing, rounding: Tensor, compiled: bool) -> None:
     key = rounding_of(rounding).next_key(cast(StochasticQuantizer, packing.quantizer).seed or 0)
-    quantize_into(packing, packing.tables(full.device), full, sent, compiled=compiled, key=key)
+    quantize_into(packing, None, full, sent, Kernels.on(full.device, compiled), key)
 
 
 def _average(
@@ -110,8 +109,7 @@ def _average(
 ) -> None:
     parts = list(received.split(packing.part))
     parts[group.rank()] = sent.narrow(0, group.rank() * packing.part, packing.part)
-    tables = packing.shard_tables(group.rank(), shard.device)
-    average_into(packing, tables, parts, shard, compiled=compiled)
+    average_into(packing, group.rank(), parts, shard, Kernels.on(shard.device, compiled))
     average_replicas(shard, replicas_of(replicas))
 
 

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 import vescale_compile as vc
 from vescale_compile.quantize import load_rounding_state, rounding_state
 from vescale_compile.runtime.packing import Packing
-from vescale_compile.runtime.quantizing import average_into, quantize_into
+from vescale_compile.runtime.quantizing import Kernels, average_into, quantize_into
 from vescale_compile.runtime.rounding import Rounding
 
 sys.path.append(str(Path(__file__).parents[1] / "compiled"))
 
 import models
-
-CPU = torch.device("cpu")
 
 
 class Linear(nn.Module):
@@ -85,12 +83,12 @@ def test_the_average_is_what_codes_and_scales_of_each_rank_stand_for():
 def rounded(values: Tensor, times: int, seed: int = 0) -> Tensor:
     """[times, n]: what one rank's gradient ``values``, a matrix, comes out as in reduction after reduction."""
     packing = Packing("test", vc.BlockInt8(64), 1, values.numel(), [(0, tuple(values.shape))], torch.float32)
-    tables, stream = packing.tables(CPU), Rounding("unit")
+    stream = Rounding("unit")
     packed = torch.empty(packing.nbytes, dtype=torch.uint8)
     found = torch.empty(times, values.numel())
     for each in found:
-        quantize_into(packing, tables, values.view(-1), packed, compiled=False, key=stream.next_key(seed))
-        average_into(packing, tables, [packed], each, compiled=False)
+        quantize_into(packing, None, values.view(-1), packed, Kernels.EAGER, stream.next_key(seed))
+        average_into(packing, 0, [packed], each, Kernels.EAGER)
     return found
 
 
@@ -250,10 +248,10 @@ def test_more_parts_than_one_kernel_sums():
         grads[:1024:64] = 127
         packed = torch.empty(packing.nbytes, dtype=torch.uint8)
         key = Rounding("unit").next_key(rank)
-        quantize_into(packing, packing.tables(CPU), grads, packed, compiled=False, key=key)
+        quantize_into(packing, None, grads, packed, Kernels.EAGER, key)
         parts.append(packed[: packing.part])
         expected += grads[:numel]
     for dtype in (torch.float32, torch.bfloat16):
         shard = torch.empty(numel, dtype=dtype)
-        average_into(packing, packing.shard_tables(0, CPU), parts, shard, compiled=False)
+        average_into(packing, 0, parts, shard, Kernels.EAGER)
         assert torch.equal(shard, (expected / world).to(dtype))
