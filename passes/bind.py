@@ -2,8 +2,8 @@
 
 Before: a placeholder for each parameter, and ``unshard_param(placeholder, ...)`` for each use. After: for each
 unit, first among the placeholders and in the units' order, its flat shard [S] (and, if gradients accumulate, a
-port [world_size * S]), and one ``unshard`` with the views that the graph reads. The parameters' own
-placeholders are gone, so the graph has the same inputs on every rank.
+port [world_size * S]; if they are quantized, the handle of a stream to round by), and one ``unshard`` with the views
+that the graph reads. The parameters' own placeholders are gone, so the graph has the same inputs on every rank.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import operator
 from typing import cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..runtime.marker import unshard_param
 from ..runtime.unshard import unshard
 from ..torch_internals import mark_graph_input
 from .context import CompileContext, GraphUnit, ParamInput, fail
+
+_Inputs = tuple[fx.Node | None, ...]  # of a unit, as GraphUnit.inputs has them
 
 
 def bind(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -54,20 +56,21 @@ def _param_of(marker: fx.Node, placeholders: list[fx.Node], context: CompileCont
     return context.params[position]
 
 
-def _insert_inputs(graph: fx.Graph, first: fx.Node, context: CompileContext) -> list[tuple[fx.Node, fx.Node | None]]:
-    flats: list[tuple[fx.Node, fx.Node | None]] = []
+def _insert_inputs(graph: fx.Graph, first: fx.Node, context: CompileContext) -> list[_Inputs]:
     with graph.inserting_before(first):
-        for ordinal, unit in enumerate(context.units):
-            shard = graph.placeholder(f"shard_{ordinal}")
-            shard.meta["example_value"] = unit.shard
-            mark_graph_input(shard, shard.name)
-            port = None
-            if unit.port is not None:
-                port = graph.placeholder(f"port_{ordinal}")
-                port.meta["example_value"] = unit.port
-                mark_graph_input(port, port.name)
-            flats.append((shard, port))
-    return flats
+        return [
+            tuple(_insert_input(graph, f"{name}_{ordinal}", example) for name, example in unit.inputs)
+            for ordinal, unit in enumerate(context.units)
+        ]
+
+
+def _insert_input(graph: fx.Graph, name: str, example: Tensor | None) -> fx.Node | None:
+    if example is None:
+        return None
+    placeholder = graph.placeholder(name)
+    placeholder.meta["example_value"] = example
+    mark_graph_input(placeholder, placeholder.name)
+    return placeholder
 
 
 def _outside_regions(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -99,13 +102,11 @@ def _toggles(node: fx.Node, opened: list[fx.Node]) -> tuple[bool, bool]:
     return not returns, returns
 
 
-def _unshard_before(
-    node: fx.Node, ordinal: int, unit: GraphUnit, flat: tuple[fx.Node, fx.Node | None]
-) -> dict[tuple[int, int], fx.Node]:
+def _unshard_before(node: fx.Node, ordinal: int, unit: GraphUnit, inputs: _Inputs) -> dict[tuple[int, int], fx.Node]:
     """Gathers the unit before ``node``; returns a node for each of its views."""
     graph = node.graph
     with graph.inserting_before(node):
-        gathered = graph.call_function(unshard, (*flat, unit.views, unit.comm))
+        gathered = graph.call_function(unshard, (*inputs, unit.views, unit.comm))
         return {
             (ordinal, index): graph.call_function(operator.getitem, (gathered, index))
             for index in range(len(unit.views))

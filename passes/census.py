@@ -7,10 +7,13 @@ rank's own included, and a reduction takes every rank's part from there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
+from ..runtime import quantized_ops
 from .aliases import bases_of
 from .context import ALL_GATHER, CompileContext, Copied, Role, Use, buffer_of, comm_of
 from .edit import nbytes_of, value_of
@@ -18,6 +21,13 @@ from .expand import CASTS
 from .summary import Direction, Entry, Kind
 
 _aten = torch.ops.aten
+# Where each names its unit.
+_QUANTIZED = {
+    quantized_ops.start_all_gather_quantized: 2,
+    quantized_ops.dequantize: 2,
+    quantized_ops.start_reduce_scatter_quantized: 4,
+    quantized_ops.wait_reduce_scatter_quantized: 3,
+}
 
 
 def census(graph: fx.Graph, context: CompileContext) -> list[Entry]:
@@ -28,17 +38,19 @@ def census(graph: fx.Graph, context: CompileContext) -> list[Entry]:
 
 def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> Iterator[Entry]:
     comm = comm_of(node)
-    if comm is not None and comm.role is Role.LAUNCH:
+    if node.target in _QUANTIZED:
+        yield from _quantized(node, context)
+    elif comm is not None and comm.role is Role.LAUNCH:
         yield from _collective(node, comm.kind == ALL_GATHER, context.units[comm.unit].name)
     buffer = buffer_of(node)
     if buffer is not None and not node.all_input_nodes:
-        direction = Direction.GATHER if buffer.use is Use.PARAMETERS else Direction.REDUCE
+        direction = Direction.GATHER if buffer.use in (Use.PARAMETERS, Use.PACKED) else Direction.REDUCE
         yield Entry(Kind.BUFFER, direction, context.units[buffer.unit].name, nbytes_of(node), buffer.use.value)
     mark = node.meta.get("vescale")
     if isinstance(mark, Copied):
         unit = context.units[mark.unit].name
         yield Entry(_copy_or_cast(node.args[1], node), Direction.REDUCE, unit, nbytes_of(node), mark.why)
-    if comm is None:
+    if comm is None and node.target not in _QUANTIZED:
         yield from _movements(node, bases, context)
 
 
@@ -52,6 +64,24 @@ def _collective(node: fx.Node, gathers: bool, unit: str) -> Iterator[Entry]:
     if shard.dtype != full.dtype:
         nbytes = shard.numel() * full.itemsize
         yield Entry(Kind.CAST, Direction.GATHER, unit, nbytes, "the shard, into its place in the gathered buffer")
+
+
+def _quantized(node: fx.Node, context: CompileContext) -> Iterator[Entry]:
+    """Codes and scales on the wire; a quantization as what it writes of them, a dequantization as what it writes."""
+    nbytes = [nbytes_of(arg) for arg in node.all_input_nodes]
+    unit = context.units[cast(int, node.args[_QUANTIZED[cast(OpOverload, node.target)]])]
+    match node.target:
+        case quantized_ops.start_all_gather_quantized:
+            own = nbytes[1] // unit.comm.world_size
+            yield Entry(Kind.ALL_GATHER, Direction.GATHER, unit.name, nbytes[1], "codes and scales of parameters")
+            yield Entry(Kind.CAST, Direction.GATHER, unit.name, own, "the shard, quantized into its place")
+        case quantized_ops.dequantize:
+            yield Entry(Kind.CAST, Direction.GATHER, unit.name, nbytes[1], "dequantized to where parameters are read")
+        case quantized_ops.start_reduce_scatter_quantized:
+            yield Entry(Kind.REDUCE_SCATTER, Direction.REDUCE, unit.name, nbytes[2], "codes and scales of gradients")
+            yield Entry(Kind.CAST, Direction.REDUCE, unit.name, nbytes[2], "quantized to what is sent")
+        case quantized_ops.wait_reduce_scatter_quantized:
+            yield Entry(Kind.CAST, Direction.REDUCE, unit.name, nbytes[0], "dequantized and averaged")
 
 
 def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> Iterator[Entry]:

@@ -62,6 +62,7 @@ class Use(enum.Enum):
     """What a communication buffer holds."""
 
     PARAMETERS = "gathered parameters"  # [world_size * S]
+    PACKED = "gathered codes and scales"  # [world_size * P] bytes, of parameters that are quantized
     GRADIENTS = "gradients"  # [world_size * S]
     REDUCED = "reduced gradients"  # [S]
     SCRATCH = "scratch of a reduction"
@@ -111,6 +112,7 @@ class GraphUnit:
         views: the parameters that the graph reads.
         comm: sizes, dtypes and process group of its collectives.
         reshard_after_forward: gather again in the backward, unless a memory budget leaves room to keep it.
+        rounding: example of the handle of the stream that gradients are rounded by, if they are quantized, else None.
     """
 
     name: str
@@ -119,6 +121,12 @@ class GraphUnit:
     views: tuple[ParamView, ...]
     comm: CommSpec
     reshard_after_forward: bool
+    rounding: Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[tuple[str, Tensor | None], ...]:
+        """Examples of the graph's inputs that stand for the unit, in their order; None where there is none."""
+        return ("shard", self.shard), ("port", self.port), ("rounding", self.rounding)
 
     @property
     def shard_bytes(self) -> int:

@@ -3,6 +3,10 @@
 An all-gather becomes memory for the unsharded parameters, which everything that read its result now reads; a
 reduce-scatter becomes memory for this rank's part, and for what the reduction needs besides. A gather takes the
 shard in its own dtype: the cast to the buffer's, if there is one, is the collective's, into this rank's place there.
+
+A gather of quantized parameters goes into a buffer of codes and scales, its launch quantizes the shard, and what read
+its result reads memory that one more node fills: it dequantizes the whole unit, where it is first needed. A reduction
+of quantized gradients has two such buffers, for what this rank sends and for what it receives, as its scratch.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from ..runtime import ops
-from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Role, Use
+from ..runtime import ops, quantized_ops
+from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Lowering, Role, Use
 from .edit import allocate, call
 
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -25,6 +29,10 @@ def expand(gm: fx.GraphModule, context: CompileContext) -> None:
             _expand_gather(node, context)
         elif node.target is ops.reduce_scatter:
             _expand_reduction(node, context)
+        elif node.target is quantized_ops.all_gather_quantized:
+            _expand_quantized_gather(node, context)
+        elif node.target is quantized_ops.reduce_scatter_quantized:
+            _expand_quantized_reduction(node, context)
 
 
 def _expand_gather(node: fx.Node, context: CompileContext) -> None:
@@ -55,3 +63,43 @@ def _expand_reduction(node: fx.Node, context: CompileContext) -> None:
         call(graph, ops.wait_reduce_scatter, full, shard, scratch, unit, mark=wait)
     node.replace_all_uses_with(shard)
     graph.erase_node(node)
+
+
+def _expand_quantized_gather(node: fx.Node, context: CompileContext) -> None:
+    graph, value = node.graph, node.meta["val"]
+    args: tuple[Any, ...] = node.args
+    shard, unit, _, group, _, packing = args
+    compiled = context.lowering is Lowering.INDUCTOR
+    launch, wait = (Comm(ALL_GATHER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
+    with graph.inserting_before(node):
+        packed = _allocate_packed(graph, context.units[unit].comm.packed_bytes, value, Buffer(Use.PACKED, unit))
+        call(
+            graph, quantized_ops.start_all_gather_quantized, shard, packed, unit, group, packing, compiled, mark=launch
+        )
+        call(graph, ops.wait_all_gather, packed, unit, mark=wait)
+        full = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit))
+        call(graph, quantized_ops.dequantize, packed, full, unit, packing, compiled)
+    node.replace_all_uses_with(full)
+    graph.erase_node(node)
+
+
+def _expand_quantized_reduction(node: fx.Node, context: CompileContext) -> None:
+    graph, value = node.graph, node.meta["val"]
+    args: tuple[Any, ...] = node.args
+    full, unit, group, replicas, packing, rounding = args
+    compiled = context.lowering is Lowering.INDUCTOR
+    launch, wait = (Comm(REDUCE_SCATTER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
+    nbytes = context.units[unit].comm.packed_gradient_bytes
+    start, finish = quantized_ops.start_reduce_scatter_quantized, quantized_ops.wait_reduce_scatter_quantized
+    with graph.inserting_before(node):
+        shard = allocate(graph, value.numel(), like=value, mark=Buffer(Use.REDUCED, unit))
+        sent, received = (_allocate_packed(graph, nbytes, value, Buffer(Use.SCRATCH, unit)) for _ in range(2))
+        call(graph, start, full, shard, sent, received, unit, group, packing, rounding, compiled, mark=launch)
+        call(graph, finish, shard, sent, received, unit, group, replicas, packing, compiled, mark=wait)
+    node.replace_all_uses_with(shard)
+    graph.erase_node(node)
+
+
+def _allocate_packed(graph: fx.Graph, nbytes: int, like: Tensor, mark: Buffer) -> fx.Node:
+    size = [nbytes]
+    return call(graph, torch.ops.aten.empty.memory_format, size, dtype=torch.uint8, device=like.device, mark=mark)

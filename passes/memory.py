@@ -13,12 +13,14 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from ..runtime import ops
+from ..runtime import ops, quantized_ops
 from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view
 from .context import CompileContext, Lowering, Part, Use, buffer_of
 from .edit import nbytes_of, order_of
 from .summary import Peak
+
+_LAUNCHES = (ops.start_all_gather, quantized_ops.start_all_gather_quantized)
 
 
 def peak_of(graph: fx.Graph, context: CompileContext, without: Collection[fx.Node] = ()) -> Peak:
@@ -69,7 +71,7 @@ def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.No
 def _is_memory(node: fx.Node, context: CompileContext) -> bool:
     if node.op == "placeholder":
         in_slot = any(buffer_of(user) is not None for user in node.users)
-        is_shard = any(user.target is ops.start_all_gather for user in node.users)
+        is_shard = any(user.target in _LAUNCHES for user in node.users)
         return not in_slot and not is_shard
     if node.op != "call_function" or not nbytes_of(node):
         return False
@@ -95,4 +97,4 @@ def _kind(node: fx.Node) -> str:
     mark = buffer_of(node)
     if mark is None:
         return "activations"
-    return "parameters" if mark.use is Use.PARAMETERS else "gradients"
+    return "parameters" if mark.use in (Use.PARAMETERS, Use.PACKED) else "gradients"

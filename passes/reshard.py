@@ -15,14 +15,17 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..runtime import ops
+from ..runtime import ops, quantized_ops
 from .context import CompileContext
+
+_GATHERS = (ops.all_gather, quantized_ops.all_gather_quantized)
+_REDUCTIONS = (ops.reduce_scatter, quantized_ops.reduce_scatter_quantized)
 
 
 def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
     recomputed: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.target is ops.all_gather:
+        if node.target in _GATHERS:
             if context.reshards(node.args[1]):
                 recomputed |= {node, *_casts_before(node)}
             else:
@@ -31,7 +34,7 @@ def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
             recomputed.add(node)
     for node in recomputed:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    context.reduced_units = tuple(node.args[1] for node in gm.graph.nodes if node.target is ops.reduce_scatter)
+    context.reduced_units = tuple(node.args[1] for node in gm.graph.nodes if node.target in _REDUCTIONS)
     context.gradients = {node.args[5]: frozenset(node.args[2]) for node in gm.graph.nodes if node.target is ops.pack}
 
 

@@ -39,7 +39,8 @@ class Half:
         live: bytes outside slots, node by node.
         buffers: what will lie in slots, unless it is kept.
         collectives: in the order of ``tasks.transfers``.
-        tasks: the task graph, its computation without memory. None for a graph with no computation.
+        tasks: the task graph, its computation with no memory but dequantized parameters. None for a graph with no
+            computation.
     """
 
     part: Part
@@ -81,7 +82,7 @@ class Half:
                 transfers.append(transfer)
             elif self.part is Part.FORWARD:
                 transfers.append(replace(transfer, output_bytes=0))  # counted with what is live
-        compute = tuple(replace(task, live_bytes=live) for task in self.tasks.compute)
+        compute = tuple(replace(task, live_bytes=live + task.live_bytes) for task in self.tasks.compute)
         return TaskGraph(compute, tuple(transfers)) if transfers else None
 
     def _parameters(self, kept: frozenset[int]) -> list[Lifetime]:

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..cost import collective_cost
+from ..cost.collectives import ALL_TO_ALL
 from ..cost.compute import compute_seconds
+from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schedule import Compute, TaskGraph, Transfer
 from .aliases import bases_of, is_view, touches_of
+from .assign import lifetimes
 from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of, comm_of, marked_buffer
-from .edit import nbytes_of
+from .edit import nbytes_of, order_of
 from .expand import CASTS
 
 
@@ -115,7 +118,11 @@ def task_graph(
         live_bytes: what the step takes all the time, apart from the collectives' buffers.
     """
     seconds = seconds_of(graph, context)
-    compute = [Compute(segment[0].name, sum(seconds[node] for node in segment), live_bytes) for segment in segments]
+    held = _unpacked_bytes(graph, collectives, segments)
+    compute = [
+        Compute(segment[0].name, sum(seconds[node] for node in segment), live_bytes + unpacked)
+        for segment, unpacked in zip(segments, held, strict=True)
+    ]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
     transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
     return TaskGraph(tuple(compute), tuple(transfers))
@@ -126,10 +133,28 @@ def seconds_of(graph: fx.Graph, context: CompileContext) -> dict[fx.Node, float]
     return compute_seconds(graph.nodes, context.cluster.device, fused=context.lowering is Lowering.INDUCTOR)
 
 
+def _unpacked_bytes(graph: fx.Graph, collectives: Sequence[Collective], segments: Sequence[list[fx.Node]]) -> list[int]:
+    """In each segment, the memory of parameters that are computed from what was gathered."""
+    carried = {buffer for each in collectives for buffer in each.buffers}
+    unpacked = [buffer for buffer in lifetimes(graph) if buffer.node not in carried]
+    order = order_of(graph)
+    return [
+        sum(
+            buffer.nbytes
+            for buffer in unpacked
+            if buffer.first <= order[segment[-1]] and buffer.last >= order[segment[0]]
+        )
+        for segment in segments
+    ]
+
+
 def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:
     full = nbytes_of(each.buffers[0])
     scratch = sum(nbytes_of(buffer) for buffer in each.buffers[1:] if marked_buffer(buffer).use is Use.SCRATCH)
-    cost = collective_cost(context.cluster, each.kind, full)
+    exchanges = each.launch.target is start_reduce_scatter_quantized
+    if exchanges:  # codes of the gradients, from one scratch buffer to the other
+        full, scratch = scratch // 2, full + scratch // 2
+    cost = collective_cost(context.cluster, ALL_TO_ALL if exchanges else each.kind, full)
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",

@@ -19,6 +19,7 @@ from collections import Counter
 
 from torch import fx
 
+from ..runtime import quantized_ops
 from .aliases import base_of, is_view, written_by
 from .context import (
     ALL_GATHER,
@@ -76,12 +77,13 @@ class _Execution:
             else:
                 self._wait(node, comm)
         for buffer, state in self.held.values():
-            if state is _State.IN_FLIGHT and marked_buffer(buffer).use in (Use.PARAMETERS, Use.GRADIENTS):
+            if state is _State.IN_FLIGHT:
                 fail(self.context, buffer, f"the collective on the {self._name(buffer)} has no wait")
         return launches
 
     def _launch(self, node: fx.Node, comm: Comm) -> None:
-        source, *targets = (self.bases[arg] for arg in node.all_input_nodes)
+        source, *others = (self.bases[arg] for arg in node.all_input_nodes)
+        targets = [other for other in others if buffer_of(other) is not None]
         if comm.kind == ALL_GATHER:
             if source.op != "placeholder":
                 fail(self.context, node, "what is gathered is not the shard itself but was computed from it")
@@ -89,7 +91,10 @@ class _Execution:
             if buffer_of(source) is None:
                 fail(self.context, node, "what is reduced is not the buffer that gradients are written to")
             self._check_holds(source, node)
-            targets.append(source)
+            if node.target is quantized_ops.start_reduce_scatter_quantized:
+                self.held[self._memory(source)] = (source, _State.SPENT)  # what is sent are its codes
+            else:
+                targets.append(source)
         for target in targets:
             if self._state(target)[1] is _State.IN_FLIGHT:
                 fail(self.context, node, f"the {self._name(target)} get memory on which a collective is in flight")
@@ -117,6 +122,8 @@ class _Execution:
                 self._check_writable(buffer, mark, node)
                 self.held[self._memory(buffer)] = (buffer, _State.READY)
             self._check_holds(buffer, node)
+            if mark.use is Use.PACKED and node.target is not quantized_ops.dequantize:
+                fail(self.context, node, f"the {self._name(buffer)} are read by what does not dequantize them")
             if mark.use is Use.REDUCED and node.op != "output" and node.target not in CASTS:
                 fail(
                     self.context, node, f"the {self._name(buffer)} are moved or computed with before they are returned"
@@ -124,8 +131,13 @@ class _Execution:
 
     def _check_writable(self, buffer: fx.Node, mark: Buffer, node: fx.Node) -> None:
         holder, state = self._state(buffer)
-        if mark.use is not Use.GRADIENTS:
+        dequantizes = node.target is quantized_ops.dequantize and mark.use is Use.PARAMETERS
+        if mark.use is not Use.GRADIENTS and not dequantizes:
             fail(self.context, node, f"writes to the {self._name(buffer)}")
+        if dequantizes and marked_buffer(self.bases[node.all_input_nodes[0]]) != Buffer(Use.PACKED, mark.unit):
+            fail(self.context, node, f"the {self._name(buffer)} are dequantized from another buffer than theirs")
+        if dequantizes and holder is buffer and state is _State.READY:
+            fail(self.context, node, f"the {self._name(buffer)} are dequantized a second time")
         if holder is buffer and state in (_State.IN_FLIGHT, _State.SPENT):
             fail(self.context, node, f"writes to the {self._name(buffer)}, whose reduction was launched before")
         if state is _State.IN_FLIGHT:
@@ -148,7 +160,9 @@ class _Execution:
             return
         for kept in outputs[self.context.results :]:
             mark = buffer_of(self.bases[kept]) if isinstance(kept, fx.Node) else None
-            if mark and mark.use is Use.PARAMETERS and self.context.reshards(mark.unit):
+            if mark is None or mark.use not in (Use.PARAMETERS, Use.PACKED):
+                continue
+            if self.context.reshards(mark.unit):
                 name = self.context.units[mark.unit].name
                 fail(self.context, output, f"unit {name} is resharded after forward, but its parameters are kept")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..torch_internals import after_backward
-from . import ops
 from .dbuffer import DBuffer
+from .unshard import reduce_scatter
 
 
 class Binding(NamedTuple):
@@ -123,9 +123,7 @@ class _FlatInput(torch.autograd.Function):
 
 def _reduce(buffer: DBuffer, packed: Tensor) -> Tensor:
     """Averages an unreduced gradient [world_size * S] over the ranks: this rank's [S], in the shard's dtype."""
-    comm = buffer.comm()
-    reduced = ops.reduce_scatter(packed, comm.unit, comm.group, comm.replicas)
-    return reduced.to(buffer.shard.dtype)
+    return reduce_scatter(packed, buffer.rounding_handle, buffer.comm()).to(buffer.shard.dtype)
 
 
 def _reduce_left(buffers: Sequence[DBuffer]) -> None:

@@ -51,13 +51,48 @@ def start_all_gather(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> P
     own = _part(full, group.rank(), shard)
     if exchanges_directly(full.device, group):
         own.copy_(shard)
-        peers = _peers(group)
-        return _exchange(
-            [Message(own, rank) for rank in peers], [Message(_part(full, rank, shard), rank) for rank in peers], group
-        )
+        return start_gather_in_place(full, group)
     if full.device.type == "cuda":
         return _on_stream("gather", lambda: all_gather_single(full, _in_dtype(shard, own), group=group))
     return all_gather_single(full, _in_dtype(shard, own), group=group, async_op=True)
+
+
+def start_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Brings to every rank what each has written to its part of ``full``, one of as many equal parts as ranks.
+
+    Args:
+        full: contiguous; may not be written until the wait has returned.
+        group: the ranks, in the order of their parts.
+    """
+    parts = full.view(group.size(), -1)
+    own = parts[group.rank()]
+    if exchanges_directly(full.device, group):
+        peers = _peers(group)
+        return _exchange([Message(own, rank) for rank in peers], [Message(parts[rank], rank) for rank in peers], group)
+    if full.device.type == "cuda":
+        return _on_stream("gather", lambda: all_gather_single(full, own, group=group))
+    return all_gather_single(full, own, group=group, async_op=True)
+
+
+def start_all_to_all(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Sends each other rank its part of ``sent``; what they send comes to their parts of ``received``.
+
+    This rank's own part may stay undefined in ``received``.
+
+    Args:
+        sent, received: contiguous, of as many equal parts as ranks, in their order. Neither may be written, nor
+            ``received`` read, until the wait has returned.
+        group: the ranks.
+    """
+    if exchanges_directly(sent.device, group):
+        outgoing, incoming = sent.view(group.size(), -1), received.view(group.size(), -1)
+        peers = _peers(group)
+        return _exchange(
+            [Message(outgoing[rank], rank) for rank in peers], [Message(incoming[rank], rank) for rank in peers], group
+        )
+    if sent.device.type == "cuda":
+        return _on_stream("reduce", lambda: dist.all_to_all_single(received, sent, group=group))
+    return dist.all_to_all_single(received, sent, group=group, async_op=True)
 
 
 def start_reduce_scatter(
@@ -79,14 +114,14 @@ def start_reduce_scatter(
 
         def reduce() -> None:
             reduce_scatter_single(shard, full, op=_average(group), group=group)
-            _average_replicas(shard, replicas)
+            average_replicas(shard, replicas)
 
         return _on_stream("reduce", reduce)
     work = reduce_scatter_single(shard, full, op=_average(group), group=group, async_op=True)
 
     def finish() -> None:
         work.wait()
-        _average_replicas(shard, replicas)
+        average_replicas(shard, replicas)
 
     return _Deferred(finish)
 
@@ -125,12 +160,13 @@ def _reduce_by_exchange(
         for part in others[1:]:
             shard.add_(part)
         shard.div_(group.size())
-        _average_replicas(shard, replicas)
+        average_replicas(shard, replicas)
 
     return _Deferred(finish)
 
 
-def _average_replicas(shard: Tensor, replicas: dist.ProcessGroup | None) -> None:
+def average_replicas(shard: Tensor, replicas: dist.ProcessGroup | None) -> None:
+    """Averages a reduced shard over the ranks that hold the same part, in place."""
     if replicas is None:
         return
     op = _average(replicas)

@@ -37,6 +37,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import scratch_numel
+from .packing import Packing, Quantizer, StochasticQuantizer, packing_for
+from .rounding import Rounding
 from .unshard import CommSpec, ParamView
 
 
@@ -66,11 +68,15 @@ class CommPolicy:
         param_dtype: of gathers; None for the parameters' own.
         reduce_dtype: of reductions; None for that of gathers.
         reshard_after_forward: free the gathered parameters after the forward and gather again in the backward.
+        quantize: how parameters travel; None for in ``param_dtype``.
+        quantize_gradients: how gradients travel; None for in ``reduce_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
+    quantize: Quantizer | None = None
+    quantize_gradients: StochasticQuantizer | None = None
 
 
 @dataclass(eq=False)
@@ -114,6 +120,8 @@ class DBuffer:
         group: the process group that the buffer is sharded over; derived.
         replicas: the ranks that hold the same shard, over which gradients are averaged too; derived, None without.
         layout, param_dtype, reduce_dtype: derived; plain attributes, because Dynamo guards on them.
+        packing, gradient_packing: of quantized gathers and reductions; derived, None where nothing is quantized.
+        rounding: the stream that quantized gradients are rounded by.
         params: the sharded parameters themselves, one for each slot, once they exist.
         agreed: whether all ranks are known to have the same layout.
         unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
@@ -144,6 +152,7 @@ class DBuffer:
         text = repr((self.world_size, groups, limit, places, self.policy))
         # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal in every process that
         # shards it with the same ranks.
+        self.rounding = Rounding(self.name)
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.set_shard(self.shard)
 
@@ -151,13 +160,14 @@ class DBuffer:
         """A buffer of its own memory and parameters, on the same mesh."""
         copied = copy.copy(self)
         memo[id(self)] = copied  # before the parameters, which lead back here
+        copied.rounding = Rounding(self.rounding.unit, self.rounding.count)
         for name in ("shard", "params", "sync", "unreduced", "unreduced_slots"):
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         return copied
 
     def rename(self, name: str, params: Sequence[str]) -> None:
         """Gives the unit and its parameters other names, for messages."""
-        self.name = name
+        self.name = self.rounding.unit = name
         self.slots = tuple(replace(slot, name=new) for slot, new in zip(self.slots, params, strict=True))
 
     def set_shard(self, shard: Tensor) -> None:
@@ -166,6 +176,20 @@ class DBuffer:
         floats = shard.dtype.is_floating_point
         self.param_dtype = (self.policy.param_dtype if floats else None) or shard.dtype
         self.reduce_dtype = (self.policy.reduce_dtype if floats else None) or self.param_dtype
+        self.packing = self._packing(self.policy.quantize, self.param_dtype) if floats else None
+        self.gradient_packing = self._packing(self.policy.quantize_gradients, self.reduce_dtype) if floats else None
+
+    def _packing(self, quantizer: Quantizer | None, dtype: torch.dtype) -> Packing | None:
+        if quantizer is None:
+            return None
+        key = f"{self.layout}/{quantizer}/{dtype}"
+        params = [(slot.offset, slot.shape) for slot in self.slots]
+        return packing_for(key, quantizer, self.world_size, self.shard.numel(), params, dtype)
+
+    @property
+    def rounding_handle(self) -> Tensor | None:
+        """Names the stream that gradients are rounded by; None if they are not quantized."""
+        return self.rounding.handle if self.gradient_packing else None
 
     @property
     def numel(self) -> int:
@@ -201,6 +225,10 @@ class DBuffer:
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
             reduce_scratch=scratch_numel(self.shard.numel(), self.shard.device, self.group),
+            packing=self.packing.key if self.packing else "",
+            packed_bytes=self.packing.nbytes if self.packing else 0,
+            gradient_packing=self.gradient_packing.key if self.gradient_packing else "",
+            packed_gradient_bytes=self.gradient_packing.nbytes if self.gradient_packing else 0,
         )
 
     def local(self, flat: Tensor, index: int) -> Tensor:

@@ -82,7 +82,7 @@ def _gather(buffer: DBuffer) -> _Gathered:
     flat = flat_input(buffer, buffer.params, reduced=reduced, used=used)
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
     shard, port = (flat, None) if reduced else (buffer.shard, flat)
-    params = unshard(shard, port, views, buffer.comm())
+    params = unshard(shard, port, buffer.rounding_handle, views, buffer.comm())
     for index, param in enumerate(params):
         if param.requires_grad:  # a parameter that the loss does not depend on gets no gradient
             param.register_hook(functools.partial(_note, used, index))

@@ -12,7 +12,8 @@ In the partitioned graphs a collective is a launch into a buffer and a wait, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,32 +63,39 @@ def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str) -> Tenso
     ranks = resolve_group(group)
     shard = full.new_empty(full.numel() // ranks.size())
     scratch = full.new_empty(scratch_numel(shard.numel(), full.device, ranks))
-    _start_reduce_scatter(full, shard, scratch, ranks, _replicas(replicas)).wait()
+    _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)).wait()
     return shard
 
 
 def _start_gather(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
-    _launched(full, _start_all_gather(shard, full, resolve_group(group)))
+    launched(full, _start_all_gather(shard, full, resolve_group(group)))
 
 
 def _start_reduce(full: Tensor, shard: Tensor, scratch: Tensor, unit: int, group: str, replicas: str) -> None:
-    _launched(full, _start_reduce_scatter(full, shard, scratch, resolve_group(group), _replicas(replicas)))
+    launched(full, _start_reduce_scatter(full, shard, scratch, resolve_group(group), replicas_of(replicas)))
 
 
-def _launched(full: Tensor, pending: Pending) -> None:
+def launched(full: Tensor, pending: Pending) -> None:
+    """Keeps a collective on ``full`` until :func:`wait_for` it."""
     if _in_flight.setdefault(full.data_ptr(), pending) is not pending:
         raise AssertionError("a collective was launched on a buffer that is in flight")
 
 
-def _wait_gather(full: Tensor, unit: int) -> None:
+def wait_for(full: Tensor) -> None:
+    """Waits for the collective that was launched on ``full``."""
     _in_flight.pop(full.data_ptr()).wait()
+
+
+def _wait_gather(full: Tensor, unit: int) -> None:
+    wait_for(full)
 
 
 def _wait_reduce(full: Tensor, shard: Tensor, scratch: Tensor, unit: int) -> None:
-    _in_flight.pop(full.data_ptr()).wait()
+    wait_for(full)
 
 
-def _replicas(group: str) -> dist.ProcessGroup | None:
+def replicas_of(group: str) -> dist.ProcessGroup | None:
+    """The group of that name, None for no name."""
     return resolve_group(group) if group else None
 
 
@@ -112,6 +120,15 @@ def _embedding_into(out: Tensor, grad: Tensor, indices: Tensor, padding_idx: int
     out.index_add_(0, rows, grads)
 
 
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
+    """Defines an operator in the ``vescale`` namespace; without ``fake`` it returns nothing."""
+    # flexible_layout: Inductor need not copy an operand to give it the strides it had while tracing.
+    _LIBRARY.define(schema, tags=(torch.Tag.flexible_layout,))
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"vescale::{name}", fake or _returns_nothing, lib=_LIBRARY)
+
+
 def _returns_nothing(*args: object) -> None:
     pass
 
@@ -130,43 +147,25 @@ def _reduce_scatter_fake(full: Tensor, unit: int, group: str, replicas: str) -> 
     return full.new_empty(full.numel() // resolve_group(group).size())
 
 
-for _schema, _run, _fake in (
-    ("all_gather(Tensor shard, int unit, int world_size, str group) -> Tensor", _all_gather, _all_gather_fake),
-    (
-        "pack(Tensor[] grads, int[] offsets, int[] views, int numel, ScalarType dtype, int unit) -> Tensor",
-        _pack,
-        _pack_fake,
-    ),
-    (
-        "reduce_scatter(Tensor full, int unit, str group, str replicas) -> Tensor",
-        _reduce_scatter,
-        _reduce_scatter_fake,
-    ),
-    ("start_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _start_gather, _returns_nothing),
-    ("wait_all_gather(Tensor(a!) full, int unit) -> ()", _wait_gather, _returns_nothing),
-    (
-        "start_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit, str group, "
-        "str replicas) -> ()",
-        _start_reduce,
-        _returns_nothing,
-    ),
-    (
-        "wait_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit) -> ()",
-        _wait_reduce,
-        _returns_nothing,
-    ),
-    ("matmul_into(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()", _matmul_into, _returns_nothing),
-    (
-        "embedding_into(Tensor(a!) out, Tensor grad, Tensor indices, int padding_idx) -> ()",
-        _embedding_into,
-        _returns_nothing,
-    ),
-):
-    # flexible_layout: Inductor need not copy an operand to give it the strides it had while tracing.
-    _LIBRARY.define(_schema, tags=(torch.Tag.flexible_layout,))
-    _name = _schema.partition("(")[0]
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"vescale::{_name}", _fake, lib=_LIBRARY)
+define("all_gather(Tensor shard, int unit, int world_size, str group) -> Tensor", _all_gather, _all_gather_fake)
+define(
+    "pack(Tensor[] grads, int[] offsets, int[] views, int numel, ScalarType dtype, int unit) -> Tensor",
+    _pack,
+    _pack_fake,
+)
+define(
+    "reduce_scatter(Tensor full, int unit, str group, str replicas) -> Tensor", _reduce_scatter, _reduce_scatter_fake
+)
+define("start_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _start_gather)
+define("wait_all_gather(Tensor(a!) full, int unit) -> ()", _wait_gather)
+define(
+    "start_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit, str group, str replicas) "
+    "-> ()",
+    _start_reduce,
+)
+define("wait_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit) -> ()", _wait_reduce)
+define("matmul_into(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()", _matmul_into)
+define("embedding_into(Tensor(a!) out, Tensor grad, Tensor indices, int padding_idx) -> ()", _embedding_into)
 
 all_gather = torch.ops.vescale.all_gather.default
 pack = torch.ops.vescale.pack.default

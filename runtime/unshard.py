@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
+from . import ops, quantized_ops
 
 
 class ParamView(NamedTuple):
@@ -40,41 +40,53 @@ class CommSpec(NamedTuple):
     param_dtype: torch.dtype  # of the gathered buffer
     reduce_dtype: torch.dtype  # of the buffer that is reduced
     reduce_scratch: int  # elements that a reduction needs besides its input and output
+    packing: str = ""  # of gathers that are quantized, as a key; "" for others
+    packed_bytes: int = 0  # of the buffer that is gathered then
+    gradient_packing: str = ""  # of reductions that are quantized
+    packed_gradient_bytes: int = 0
 
 
-def unshard(shard: Tensor, port: Tensor | None, views: Sequence[ParamView], comm: CommSpec) -> tuple[Tensor, ...]:
+def unshard(
+    shard: Tensor, port: Tensor | None, rounding: Tensor | None, views: Sequence[ParamView], comm: CommSpec
+) -> tuple[Tensor, ...]:
     """Returns the full parameters of a unit, as views of one gathered buffer.
 
     Args:
-        shard: this rank's flat shard, [S], in the parameters' own dtype. Cast once, before the gather.
+        shard: this rank's flat shard, [S], in the parameters' own dtype. Cast, or quantized, once, before the gather.
         port: None, and the backward reduce-scatters the gradient (averaged over the ranks) into one of
             ``shard``, [S]. Or a tensor of [world_size * S] in ``reduce_dtype`` whose values are never read,
             and the backward hands the packed gradient, not reduced, to it.
+        rounding: handle of the stream that gradients are rounded by where reductions are quantized, else None.
         views: the parameters wanted.
         comm: sizes, dtypes and process group.
 
     Returns:
         One tensor of ``param_dtype`` for each of ``views``.
     """
-    return _Unshard.apply(shard, port, tuple(views), comm)
+    return _Unshard.apply(shard, port, rounding, tuple(views), comm)
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, port: Tensor | None, views: tuple[ParamView, ...], comm: CommSpec
+        ctx: Any,
+        shard: Tensor,
+        port: Tensor | None,
+        rounding: Tensor | None,
+        views: tuple[ParamView, ...],
+        comm: CommSpec,
     ) -> tuple[Tensor, ...]:
-        gathered = ops.all_gather(shard.to(comm.param_dtype), comm.unit, comm.world_size, comm.group)
+        gathered = _all_gather(shard, comm)
         params = tuple(gathered.narrow(0, view.offset, view.numel).view(view.shape) for view in views)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(param for param, view in zip(params, views, strict=True) if not view.trainable))
-        ctx.views, ctx.comm = views, comm
+        ctx.views, ctx.comm, ctx.rounding = views, comm, rounding
         ctx.shard_numel, ctx.shard_dtype = shard.numel(), shard.dtype
         ctx.reduces = port is None
         return params
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         comm: CommSpec = ctx.comm
         found = sorted(
             (view.offset, index, grad)
@@ -82,11 +94,25 @@ class _Unshard(torch.autograd.Function):
             if grad is not None
         )
         if not found:
-            return None, None, None, None
+            return None, None, None, None, None
         offsets, indices, present = (list(column) for column in zip(*found, strict=True))
         numel = ctx.shard_numel * comm.world_size
         packed = ops.pack(present, offsets, indices, numel, comm.reduce_dtype, comm.unit)
         if not ctx.reduces:
-            return None, packed, None, None
-        reduced = ops.reduce_scatter(packed, comm.unit, comm.group, comm.replicas)
-        return reduced.to(ctx.shard_dtype), None, None, None
+            return None, packed, None, None, None
+        return reduce_scatter(packed, ctx.rounding, comm).to(ctx.shard_dtype), None, None, None, None
+
+
+def _all_gather(shard: Tensor, comm: CommSpec) -> Tensor:
+    if comm.packing:
+        where = (comm.unit, comm.world_size, comm.group)
+        return quantized_ops.all_gather_quantized(shard, *where, comm.param_dtype, comm.packing)
+    return ops.all_gather(shard.to(comm.param_dtype), comm.unit, comm.world_size, comm.group)
+
+
+def reduce_scatter(packed: Tensor, rounding: Tensor | None, comm: CommSpec) -> Tensor:
+    """Averages a unit's gradient [world_size * S] over the ranks; returns this rank's [S], in ``reduce_dtype``."""
+    if rounding is not None:
+        where = (comm.unit, comm.group, comm.replicas)
+        return quantized_ops.reduce_scatter_quantized(packed, *where, comm.gradient_packing, rounding)
+    return ops.reduce_scatter(packed, comm.unit, comm.group, comm.replicas)

@@ -10,12 +10,16 @@ if TYPE_CHECKING:
     from .accumulation import no_sync
     from .inspection import explain
     from .planner import Elements, Rows, TensorSpec, Whole, plan_unit
+    from .quantize import MXFP8, BlockFP8, BlockInt8
     from .ragged.dtensor import RaggedDTensor
     from .ragged.placement import RaggedShard
     from .sharding import fully_shard
     from .simulation import simulate
 
 __all__ = [
+    "MXFP8",
+    "BlockFP8",
+    "BlockInt8",
     "Elements",
     "MixedPrecisionPolicy",
     "RaggedDTensor",
@@ -33,6 +37,9 @@ __all__ = [
 
 # Loaded at first use: planning needs no torch, and loading it takes seconds.
 _HOMES = {
+    "BlockFP8": "vescale_compile.quantize",
+    "BlockInt8": "vescale_compile.quantize",
+    "MXFP8": "vescale_compile.quantize",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "RaggedDTensor": "vescale_compile.ragged.dtensor",
     "RaggedShard": "vescale_compile.ragged.placement",

@@ -99,7 +99,7 @@ def vescale(
 
 
 def _flat_examples(context: CompileContext) -> list[Any]:
-    return [tensor for unit in context.units for tensor in (unit.shard, unit.port) if tensor is not None]
+    return [example for unit in context.units for _, example in unit.inputs if example is not None]
 
 
 def _lower_inductor(

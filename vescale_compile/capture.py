@@ -115,7 +115,9 @@ def _graph_unit(ordinal: int, buffer: DBuffer, params: Sequence[Tensor]) -> Grap
         shard = torch.empty(buffer.shard.shape, dtype=buffer.shard.dtype, device=buffer.shard.device)
         shard.requires_grad_(needs_grad and reduces)
         port = None if reduces else buffer.port(shard).requires_grad_()
-    return GraphUnit(buffer.name, shard, port, views, buffer.comm(ordinal), buffer.policy.reshard_after_forward)
+        rounding = torch.zeros(1, dtype=torch.int64, device="cpu") if buffer.gradient_packing else None
+    comm, reshard = buffer.comm(ordinal), buffer.policy.reshard_after_forward
+    return GraphUnit(buffer.name, shard, port, views, comm, reshard, rounding)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

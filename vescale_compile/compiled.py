@@ -38,6 +38,7 @@ class CompiledGraph:
             params = [args[position] for position in unit.positions]
             flat = flat_input(buffer, params, reduced=unit.graph.port is None, used=used)
             flats.extend([flat] if unit.graph.port is None else [buffer.shard, flat])
+            flats.extend([buffer.rounding_handle] if unit.graph.rounding is not None else [])
         return self._run(*flats, *(args[position] for position in self._others))
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from . import stale_optimizers
 from .mesh import DataParallelMesh, data_parallel_mesh, sharding_over
 from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
+from .quantize import BlockInt8, BlockQuantizer, check_quantizers
 from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
 from .runtime.boundary import Binding, binding_of
@@ -23,6 +24,7 @@ from .units import UnitMembers, find_units, group_by_buffer, owners
 _COLLECTIVE_BYTES = 16  # NCCL's fast path wants multiples
 
 GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
+Blocks = dict[nn.Parameter, Granularity | None]  # what may not be cut of each parameter
 
 
 def fully_shard(
@@ -32,7 +34,8 @@ def fully_shard(
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     granularity: GranularityFn | Sequence[GranularityFn] | None = None,
-    quantize: None = None,
+    quantize: BlockQuantizer | None = None,
+    quantize_gradients: BlockInt8 | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Shards a module's parameters over the ranks of a mesh, as ``torch.distributed.fsdp.fully_shard`` does.
@@ -59,7 +62,11 @@ def fully_shard(
         granularity: called with each parameter's name and the parameter; the smallest piece that may not be
             cut, None for single elements. Optimizers state the one that they need
             (``vescale_compile.optim.AdamW8bit.granularity``). Of several, in a list, no piece of any is cut.
-        quantize: must be None.
+        quantize: ``BlockFP8``, ``BlockInt8`` or ``MXFP8``: gathers bring 8-bit codes and scales, of parameters of two
+            or more dimensions, quantized in blocks by the rank that holds them, and dequantized to the dtype of
+            gathers. Shards and gradients are as without.
+        quantize_gradients: ``BlockInt8``: reductions send 8-bit codes and scales, of gradients of the same parameters,
+            rounded stochastically; each rank averages, in float32, what all send it.
         ignored_params: parameters to leave as they are; their gradients are not averaged.
 
     Returns:
@@ -67,15 +74,18 @@ def fully_shard(
 
     Raises:
         RuntimeError: no process group, or the module is compiled.
-        ValueError: nothing to shard, a mesh that does not fit, a parameter that can't be sharded.
+        ValueError: nothing to shard, a mesh that does not fit, a parameter that can't be sharded, blocks to quantize
+            that are larger than a parameter.
         TypeError: an argument of another type.
-        NotImplementedError: ``quantize`` is not None.
     """
-    _check_arguments(module, reshard_after_forward, quantize)
+    _check_arguments(module, reshard_after_forward)
+    check_quantizers(quantize, quantize_gradients)
     granularities = _granularities(granularity)
+    granularities += tuple(each.granularity for each in (quantize, quantize_gradients) if each is not None)
     over = data_parallel_mesh(module, mesh)
     _tie_to_sharded(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward, quantize, quantize_gradients)
     ignored = set(ignored_params or ())
     _check_params(module, over, ignored)
     nested = any(isinstance(part, ShardedModule) for part in module.modules())
@@ -87,8 +97,11 @@ def fully_shard(
         )
     places = owners(module)
     with sharding_over(over):
-        for members in units:
-            _shard_unit(members, places, over, reshard_after_forward, policy, granularities, root=module)
+        blocks = {  # of all units, before any is changed
+            param: _granularity(granularities, name, param) for unit in units for name, param in unit.params.items()
+        }
+    for members in units:
+        _shard_unit(members, places, over, comm, policy, blocks, root=module)
     _name_buffers(module)
     stale_optimizers.watch()
     return module
@@ -98,17 +111,14 @@ def _shard_unit(
     members: UnitMembers,
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     mesh: DataParallelMesh,
-    reshard_after_forward: bool,
+    comm: CommPolicy,
     policy: MixedPrecisionPolicy,
-    granularities: Sequence[GranularityFn],
+    blocks: Blocks,
     *,
     root: nn.Module,
 ) -> None:
-    comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward)
     sync = GradientSync()
-    plans = [
-        (plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, comm, granularities)
-    ]
+    plans = [(plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, comm, blocks)]
     buffers = []
     for ordinal, (plan, group) in enumerate(plans):
         name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"
@@ -156,15 +166,13 @@ def _name_buffers(module: nn.Module) -> None:
 
 
 def _plan(
-    params: dict[str, nn.Parameter], mesh: DataParallelMesh, policy: CommPolicy, granularities: Sequence[GranularityFn]
+    params: dict[str, nn.Parameter], mesh: DataParallelMesh, policy: CommPolicy, blocks: Blocks
 ) -> tuple[BufferPlan, ...]:
     """Lays one buffer's parameters out; a rank's part is a multiple of 16 bytes in every dtype it travels in."""
-    tensors = [
-        TensorSpec(name, tuple(p.shape), p.element_size(), _granularity(granularities, name, p))
-        for name, p in params.items()
-    ]
+    tensors = [TensorSpec(name, tuple(p.shape), p.element_size(), blocks[p]) for name, p in params.items()]
     itemsize = tensors[0].itemsize
     communicated = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
+    communicated += [1 for quantizer in (policy.quantize, policy.quantize_gradients) if quantizer is not None]
     smallest = min([itemsize, *communicated])
     return plan_unit(tensors, mesh.shard.size(), alignment_bytes=_COLLECTIVE_BYTES * itemsize // smallest).buffers
 
@@ -214,7 +222,7 @@ def _as_parameter(sharded: Tensor, original: nn.Parameter, binding: Binding) -> 
     return param
 
 
-def _check_arguments(module: object, reshard_after_forward: object, quantize: object) -> None:
+def _check_arguments(module: object, reshard_after_forward: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: module is {type(module).__name__}; give an nn.Module")
     for name, part in module.named_modules():
@@ -234,8 +242,6 @@ def _check_arguments(module: object, reshard_after_forward: object, quantize: ob
         )
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; give True or False")
-    if quantize is not None:
-        raise NotImplementedError(f"fully_shard: quantize={quantize!r} is not supported; leave it None")
 
 
 def _granularities(granularity: object) -> tuple[GranularityFn, ...]:

@@ -297,7 +297,6 @@ def test_without_a_process_group():
         (lambda: vc.fully_shard(nn.ModuleList([small()])), ValueError, "each of its elements"),
         (lambda: vc.fully_shard([small()]), TypeError, "give an nn.Module"),
         (lambda: vc.fully_shard(small(), reshard_after_forward=2), TypeError, "give True or False"),
-        (lambda: vc.fully_shard(small(), quantize="fp8"), NotImplementedError, "leave it None"),
         (
             lambda: vc.fully_shard(small(), mesh=init_device_mesh("cpu", (2, 2))),
             ValueError,

@@ -1,0 +1,156 @@
+"""The operators that stand for a unit's quantized communication in graphs, beside those of ``ops``.
+
+In a joint graph ``vescale::all_gather_quantized`` and ``vescale::reduce_scatter_quantized`` take the places of
+``vescale::all_gather`` and ``vescale::reduce_scatter``, and have a result of the same size and dtype.
+
+In partitioned graphs ``vescale::start_all_gather_quantized`` quantizes the shard into its place in a packed buffer and
+launches its gather, which ``vescale::wait_all_gather`` waits for; ``vescale::dequantize`` then fills the buffer that
+parameters are read in. ``vescale::start_reduce_scatter_quantized`` quantizes the gradients, which may be overwritten as
+soon as it returns, and sends each rank its part; ``vescale::wait_reduce_scatter_quantized`` averages what came.
+
+A graph is the same on all ranks, so it names the unit's packing, and where a rank's blocks lie is looked up at run
+time. ``compiled`` says whether Inductor compiles the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..torch_internals import resolve_group
+from .collectives import average_replicas, start_all_to_all, start_gather_in_place
+from .ops import define, launched, replicas_of, wait_for
+from .packing import Packing, StochasticQuantizer, packing_named
+from .quantizing import Kernels, average_into, dequantize_into, quantize_into
+from .rounding import rounding_of
+
+
+@torch.no_grad()
+def _all_gather(shard: Tensor, unit: int, world_size: int, group: str, dtype: torch.dtype, packing: str) -> Tensor:
+    """Gathers ``shard`` [S] of every rank, quantized, into [world_size * S] of ``dtype``."""
+    packed = shard.new_empty(packing_named(packing).nbytes, dtype=torch.uint8)
+    full = shard.new_empty(shard.numel() * world_size, dtype=dtype)
+    _quantize_own(shard, packed, resolve_group(group), packing, False)
+    start_gather_in_place(packed, resolve_group(group)).wait()
+    _dequantize(packed, full, unit, packing, False)
+    return full
+
+
+@torch.no_grad()
+def _start_gather(shard: Tensor, packed: Tensor, unit: int, group: str, packing: str, compiled: bool) -> None:
+    ranks = resolve_group(group)
+    _quantize_own(shard, packed, ranks, packing, compiled)
+    launched(packed, start_gather_in_place(packed, ranks))
+
+
+def _quantize_own(shard: Tensor, packed: Tensor, group: dist.ProcessGroup, name: str, compiled: bool) -> None:
+    packing = packing_named(name)
+    own = packed.narrow(0, group.rank() * packing.part, packing.part)
+    quantize_into(packing, group.rank(), shard, own, Kernels.on(shard.device, compiled))
+
+
+@torch.no_grad()
+def _dequantize(packed: Tensor, full: Tensor, unit: int, packing: str, compiled: bool) -> None:
+    dequantize_into(packing_named(packing), packed, full, Kernels.on(full.device, compiled))
+
+
+@torch.no_grad()
+def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, packing: str, rounding: Tensor) -> Tensor:
+    """Averages ``full`` [world_size * S], quantized by each rank, and returns this rank's [S]."""
+    ranks, known = resolve_group(group), packing_named(packing)
+    shard = full.new_empty(full.numel() // ranks.size())
+    sent, received = (full.new_empty(known.nbytes, dtype=torch.uint8) for _ in range(2))
+    _quantize_gradients(full, sent, known, rounding, False)
+    start_all_to_all(sent, received, ranks).wait()
+    _average(shard, sent, received, ranks, replicas, known, False)
+    return shard
+
+
+@torch.no_grad()
+def _start_reduce(
+    full: Tensor,
+    shard: Tensor,
+    sent: Tensor,
+    received: Tensor,
+    unit: int,
+    group: str,
+    packing: str,
+    rounding: Tensor,
+    compiled: bool,
+) -> None:
+    _quantize_gradients(full, sent, packing_named(packing), rounding, compiled)
+    launched(received, start_all_to_all(sent, received, resolve_group(group)))
+
+
+@torch.no_grad()
+def _wait_reduce(
+    shard: Tensor, sent: Tensor, received: Tensor, unit: int, group: str, replicas: str, packing: str, compiled: bool
+) -> None:
+    wait_for(received)
+    _average(shard, sent, received, resolve_group(group), replicas, packing_named(packing), compiled)
+
+
+def _quantize_gradients(full: Tensor, sent: Tensor, packing: Packing, rounding: Tensor, compiled: bool) -> None:
+    key = rounding_of(rounding).next_key(cast(StochasticQuantizer, packing.quantizer).seed or 0)
+    quantize_into(packing, None, full, sent, Kernels.on(full.device, compiled), key)
+
+
+def _average(
+    shard: Tensor,
+    sent: Tensor,
+    received: Tensor,
+    group: dist.ProcessGroup,
+    replicas: str,
+    packing: Packing,
+    compiled: bool,
+) -> None:
+    parts = list(received.split(packing.part))
+    parts[group.rank()] = sent.narrow(0, group.rank() * packing.part, packing.part)
+    average_into(packing, group.rank(), parts, shard, Kernels.on(shard.device, compiled))
+    average_replicas(shard, replicas_of(replicas))
+
+
+def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str, dtype: torch.dtype, packing: str) -> Tensor:
+    return shard.new_empty(shard.numel() * world_size, dtype=dtype)
+
+
+def _reduce_scatter_fake(full: Tensor, unit: int, group: str, replicas: str, packing: str, rounding: Tensor) -> Tensor:
+    return full.new_empty(full.numel() // resolve_group(group).size())
+
+
+define(
+    "all_gather_quantized(Tensor shard, int unit, int world_size, str group, ScalarType dtype, str packing) -> Tensor",
+    _all_gather,
+    _all_gather_fake,
+)
+define(
+    "reduce_scatter_quantized(Tensor full, int unit, str group, str replicas, str packing, Tensor rounding) -> Tensor",
+    _reduce_scatter,
+    _reduce_scatter_fake,
+)
+define(
+    "start_all_gather_quantized(Tensor shard, Tensor(a!) packed, int unit, str group, str packing, bool compiled) "
+    "-> ()",
+    _start_gather,
+)
+define("dequantize(Tensor packed, Tensor(a!) full, int unit, str packing, bool compiled) -> ()", _dequantize)
+define(
+    "start_reduce_scatter_quantized(Tensor full, Tensor(a!) shard, Tensor(b!) sent, Tensor(c!) received, int unit, "
+    "str group, str packing, Tensor rounding, bool compiled) -> ()",
+    _start_reduce,
+)
+define(
+    "wait_reduce_scatter_quantized(Tensor(a!) shard, Tensor(b!) sent, Tensor(c!) received, int unit, str group, "
+    "str replicas, str packing, bool compiled) -> ()",
+    _wait_reduce,
+)
+
+all_gather_quantized = torch.ops.vescale.all_gather_quantized.default
+reduce_scatter_quantized = torch.ops.vescale.reduce_scatter_quantized.default
+start_all_gather_quantized = torch.ops.vescale.start_all_gather_quantized.default
+dequantize = torch.ops.vescale.dequantize.default
+start_reduce_scatter_quantized = torch.ops.vescale.start_reduce_scatter_quantized.default
+wait_reduce_scatter_quantized = torch.ops.vescale.wait_reduce_scatter_quantized.default

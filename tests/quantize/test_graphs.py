@@ -1,0 +1,275 @@
+"""What the passes make of quantized communication: two buffers for a gather, counted bytes, and a proof of both."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import fake_world, on_ranks
+from torch import fx
+
+import vescale_compile as vc
+from vescale_compile.passes.context import REDUCE_SCATTER, Comm, GraphError, Part, Role, Use
+from vescale_compile.passes.summary import Direction, Kind
+from vescale_compile.runtime import quantized_ops
+
+sys.path.append(str(Path(__file__).parents[1] / "compiled"))
+
+import models
+from test_census import counted, total
+from test_verify import Graph, aten, context
+
+FORMATS = [vc.BlockInt8(32), vc.BlockFP8((8, 8)), vc.MXFP8()]
+
+
+def explained(**options):
+    """The report of a small Llama on two ranks."""
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = vc.fully_shard(models.build(models.llama), **options)
+        (graph,) = vc.explain(model, *models.batches(1, 64, rank=0)[0], options={"lowering": "eager"}).graphs
+        return graph
+
+
+# What the census counts.
+
+
+@pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
+@on_ranks(2)
+def test_the_census_counts_what_a_profiler_sees_on_the_wire(quantizer):
+    options = {"quantize": quantizer, "quantize_gradients": vc.BlockInt8(32)}
+    entries, profile = counted("llama", "eager", 64, **options)
+    moved = total(entries, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    assert profile.collectives["send"].sent_bytes == moved / 2
+    assert set(profile.collectives) == {"send", "receive"}
+    assert profile.copies.copied_bytes == total(entries, Kind.COPY, Kind.CONCATENATION)
+
+
+@pytest.mark.parametrize(("quantizer", "scale_bytes"), [(vc.BlockInt8(32), 4 / 32), (vc.MXFP8(), 1 / 32)], ids=repr)
+def test_a_gather_takes_a_byte_for_an_element_and_its_scales(quantizer, scale_bytes):
+    plain, quantized = (explained(quantize=each) for each in (None, quantizer))
+    before, after = (
+        {e.unit: e.nbytes for e in graph.parts[Part.FORWARD].entries if e.kind is Kind.ALL_GATHER}
+        for graph in (plain, quantized)
+    )
+    assert list(before) == list(after) == ["(root)", "layers.0", "layers.1"]
+    norms = {"(root)": 32, "layers.0": 64, "layers.1": 64}  # elements that travel in float32
+    for unit, nbytes in before.items():
+        wanted = nbytes / 4 * (1 + scale_bytes) + norms[unit] * 4
+        assert after[unit] == pytest.approx(wanted, abs=2 * (32 * 4 + 64 * 4 + 32))  # uneven shares, alignment
+
+
+def test_blocks_of_256_bring_a_quarter_and_a_little():
+    with fake_world(4):
+        module = vc.fully_shard(torch.nn.Linear(1024, 1024, bias=False), quantize=vc.BlockInt8())
+        (buffer,) = module._vescale_unit.buffers
+        assert buffer.packing.nbytes == 1024 * 1024 + 1024 * 1024 // 256 * 4
+
+
+def test_quantization_and_dequantization_are_declared_casts():
+    graph = explained(quantize=vc.BlockInt8(32), quantize_gradients=vc.BlockInt8(32))
+    for part, summary in graph.parts.items():
+        casts = [entry for entry in summary.entries if entry.kind is Kind.CAST]
+        gathers = [entry for entry in summary.entries if entry.kind is Kind.ALL_GATHER]
+        reductions = [entry for entry in summary.entries if entry.kind is Kind.REDUCE_SCATTER]
+        assert len(reductions) == (3 if part is Part.BACKWARD else 0)
+        assert len(casts) == 2 * len(gathers) + 2 * len(reductions)
+        ways = [entry.direction for entry in casts]
+        assert ways.count(Direction.GATHER) == 2 * len(gathers)
+
+
+# Where things are in the graph.
+
+
+def test_packed_buffers_are_given_up_once_dequantized():
+    """Slots of bytes change hands: a layer's codes do not wait for the layer's computation to end."""
+    forward = explained(quantize=vc.BlockInt8(32)).parts[Part.FORWARD]
+    lives = {tenant.what: tenant for slot in forward.slots for tenant in slot.tenants}
+    for unit in ("(root)", "layers.0", "layers.1"):
+        packed, full = (lives[f"gathered {what} of {unit}"] for what in ("codes and scales", "parameters"))
+        assert packed.last == full.first
+        assert packed.first < packed.last < full.last
+
+
+def test_gathers_are_launched_before_the_computation_ahead_of_them():
+    schedule = explained(quantize=vc.BlockInt8(32)).parts[Part.FORWARD].schedule
+    assert schedule.index("launch all_gather of layers.0") < schedule.index("wait all_gather of (root)")
+
+
+def test_gradient_buffers_are_free_as_soon_as_their_codes_are_made():
+    backward = explained(quantize_gradients=vc.BlockInt8(32)).parts[Part.BACKWARD]
+    lives = {tenant.what: tenant for slot in backward.slots for tenant in slot.tenants}
+    assert lives["gradients of layers.1"].last < lives["scratch of a reduction of layers.1"].last
+
+
+def test_a_unit_is_one_collective_each_way():
+    graph = explained(quantize=vc.BlockFP8((8, 8)), quantize_gradients=vc.BlockInt8(32))
+    schedule = [event for part in graph.parts.values() for event in part.schedule if event.startswith("launch")]
+    for unit in ("(root)", "layers.0", "layers.1"):
+        assert schedule.count(f"launch all_gather of {unit}") == 2
+        assert schedule.count(f"launch reduce_scatter of {unit}") == 1
+
+
+# What the verifier proves.
+
+
+class QuantizedGraph(Graph):
+    """One in which parameters come as codes."""
+
+    def launch(self, packed: fx.Node) -> None:
+        mark = Comm("all_gather", Role.LAUNCH, 0)
+        args = (self.shards[0], packed, 0, "0", "packing", False)
+        self.call(quantized_ops.start_all_gather_quantized, *args, mark=mark)
+
+    def dequantize(self, packed: fx.Node, full: fx.Node) -> fx.Node:
+        self.call(quantized_ops.dequantize, packed, full, full.meta["vescale"].unit, "packing", False)
+        return full
+
+    def gather_quantized(self, packed: fx.Node) -> fx.Node:
+        self.launch(packed)
+        self.wait_gather(packed)
+        return self.dequantize(packed, self.buffer())
+
+    def launch_reduction(self, gradients: fx.Node) -> list[fx.Node]:
+        buffers = [self.buffer(Use.REDUCED), self.buffer(Use.SCRATCH), self.buffer(Use.SCRATCH)]
+        args = (gradients, *buffers, 0, "0", "packing", self.placeholder("rounding", 1), False)
+        self.call(quantized_ops.start_reduce_scatter_quantized, *args, mark=Comm(REDUCE_SCATTER, Role.LAUNCH, 0))
+        return buffers
+
+    def wait_reduction(self, buffers: list[fx.Node]) -> fx.Node:
+        mark = Comm(REDUCE_SCATTER, Role.WAIT, 0)
+        self.call(quantized_ops.wait_reduce_scatter_quantized, *buffers, 0, "0", "", "packing", False, mark=mark)
+        return buffers[0]
+
+
+def test_correct_graphs_pass():
+    graph = QuantizedGraph()
+    graph.verify([graph.read(graph.gather_quantized(graph.buffer(Use.PACKED)))], context(Part.FORWARD))
+    graph = QuantizedGraph()
+    buffers = graph.launch_reduction(graph.write_gradient(graph.buffer(Use.GRADIENTS)))
+    graph.verify([graph.wait_reduction(buffers)], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_dequantizing_before_the_wait():
+    graph = QuantizedGraph()
+    packed, full = graph.buffer(Use.PACKED), graph.buffer()
+    graph.launch(packed)
+    graph.dequantize(packed, full)
+    graph.wait_gather(packed)
+    with pytest.raises(GraphError, match=r"codes and scales of unit layers\.0 are read before the wait"):
+        graph.verify([graph.read(full)], context(Part.FORWARD))
+
+
+def test_reading_parameters_before_they_are_dequantized():
+    graph = QuantizedGraph()
+    packed, full = graph.buffer(Use.PACKED), graph.buffer()
+    graph.launch(packed)
+    graph.wait_gather(packed)
+    early = graph.read(full)
+    graph.dequantize(packed, full)
+    with pytest.raises(GraphError, match=r"gathered parameters of unit layers\.0 are read before anything was written"):
+        graph.verify([early], context(Part.FORWARD))
+
+
+def test_dequantizing_twice():
+    graph = QuantizedGraph()
+    packed = graph.buffer(Use.PACKED)
+    full = graph.gather_quantized(packed)
+    graph.dequantize(packed, full)
+    with pytest.raises(GraphError, match="dequantized a second time"):
+        graph.verify([graph.read(full)], context(Part.FORWARD))
+
+
+def test_dequantizing_what_another_unit_gathered():
+    graph = QuantizedGraph()
+    packed = graph.buffer(Use.PACKED)
+    graph.launch(packed)
+    graph.wait_gather(packed)
+    full = graph.dequantize(packed, graph.buffer(unit=1))
+    with pytest.raises(GraphError, match=r"parameters of unit layers\.1 are dequantized from another buffer"):
+        graph.verify([graph.read(full)], context(Part.FORWARD))
+
+
+def test_codes_that_something_else_reads():
+    graph = QuantizedGraph()
+    packed = graph.buffer(Use.PACKED)
+    graph.gather_quantized(packed)
+    with pytest.raises(GraphError, match="are read by what does not dequantize them"):
+        graph.verify([graph.read(packed)], context(Part.FORWARD))
+
+
+def test_a_packed_slot_given_away_before_it_is_dequantized():
+    graph = QuantizedGraph()
+    packed, full = graph.buffer(Use.PACKED, slot=True), graph.buffer()
+    graph.launch(packed)
+    graph.wait_gather(packed)
+    graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=True))
+    graph.dequantize(packed, full)
+    with pytest.raises(GraphError, match="whose memory holds the gradients"):
+        graph.verify([graph.read(full)], context(Part.BACKWARD))
+
+
+def test_a_packed_slot_given_away_while_its_gather_is_in_flight():
+    graph = QuantizedGraph()
+    graph.launch(graph.buffer(Use.PACKED, slot=True))
+    graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=True))
+    with pytest.raises(GraphError, match="writes to memory on which a collective is in flight"):
+        graph.verify([graph.shards[0]], context(Part.BACKWARD))
+
+
+def test_parameters_dequantized_into_memory_that_is_in_flight():
+    graph = QuantizedGraph()
+    packed = graph.buffer(Use.PACKED)
+    graph.launch(packed)
+    graph.wait_gather(packed)
+    graph.launch_gather(graph.buffer(unit=1, slot=True))
+    full = graph.dequantize(packed, graph.buffer(slot=True))
+    with pytest.raises(GraphError, match="writes to memory on which a collective is in flight"):
+        graph.verify([graph.read(full)], context(Part.FORWARD))
+
+
+def test_a_quantized_gather_without_a_wait():
+    graph = QuantizedGraph()
+    graph.launch(graph.buffer(Use.PACKED))
+    with pytest.raises(GraphError, match=r"the collective on the gathered codes and scales of unit .* has no wait"):
+        graph.verify([graph.shards[0]], context(Part.FORWARD))
+
+
+def test_writing_to_parameters_that_were_dequantized():
+    graph = QuantizedGraph()
+    full = graph.gather_quantized(graph.buffer(Use.PACKED))
+    written = graph.call(aten.mul_.Tensor, full, 2.0)
+    with pytest.raises(GraphError, match=r"writes to the gathered parameters of unit layers\.0"):
+        graph.verify([written], context(Part.FORWARD))
+
+
+def test_keeping_the_dequantized_parameters_of_a_unit_that_reshards():
+    graph = QuantizedGraph()
+    full = graph.gather_quantized(graph.buffer(Use.PACKED))
+    with pytest.raises(GraphError, match=r"unit layers\.0 is resharded after forward, but its parameters are kept"):
+        graph.verify([full], context(Part.FORWARD))
+
+
+def test_a_gradient_written_after_it_was_quantized():
+    graph = QuantizedGraph()
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS))
+    buffers = graph.launch_reduction(gradients)
+    graph.write_gradient(gradients)
+    with pytest.raises(GraphError, match="whose reduction was launched before"):
+        graph.verify([graph.wait_reduction(buffers)], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_a_quantized_reduction_without_a_wait():
+    graph = QuantizedGraph()
+    graph.launch_reduction(graph.write_gradient(graph.buffer(Use.GRADIENTS)))
+    with pytest.raises(GraphError, match=r"of unit layers\.0 has no wait"):
+        graph.verify([graph.shards[0]], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_a_reduced_gradient_read_before_the_wait():
+    graph = QuantizedGraph()
+    buffers = graph.launch_reduction(graph.write_gradient(graph.buffer(Use.GRADIENTS)))
+    early = graph.call(aten._to_copy.default, buffers[0])
+    graph.wait_reduction(buffers)
+    with pytest.raises(GraphError, match=r"reduced gradients of unit layers\.0 are read before the wait"):
+        graph.verify([early], context(Part.BACKWARD, reduced=(0,)))

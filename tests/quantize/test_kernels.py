@@ -1,0 +1,106 @@
+"""The three ways in which codes and scales are computed give the same bytes; and how many kernels each takes."""
+
+import math
+import re
+
+import pytest
+import torch
+from test_formats import example
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import vescale_compile as vc
+from vescale_compile.quantize import BlockQuantizer
+from vescale_compile.runtime.packing import Packing
+from vescale_compile.runtime.quantizing import Kernels, average_into, dequantize_into, quantize_into
+
+WORLD = 2
+SHAPES = [(33, 70), (5,), (40, 48), (3, 20, 48)]
+FORMATS = [vc.BlockInt8(32), vc.BlockFP8((4, 16)), vc.MXFP8()]
+
+
+def packed_form(quantizer: BlockQuantizer, dtype: torch.dtype = torch.float32) -> tuple[Packing, Tensor]:
+    """Parameters on the first of two ranks, 7 elements apart, and one on the second; and the buffer of both."""
+    params, position = [], 0
+    for shape in SHAPES:
+        params.append((position, shape))
+        position += math.prod(shape) + 7
+    shard = -(-position // 16) * 16
+    params.append((shard, (36, 32)))
+    buffer = torch.full((WORLD * shard,), torch.nan)
+    for offset, shape in params:
+        buffer[offset:][: math.prod(shape)] = example(shape).flatten()
+    return Packing("test", quantizer, WORLD, shard, params, dtype), buffer
+
+
+@pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
+def test_elements_that_no_parameter_has_are_left_alone(quantizer):
+    packing, buffer = packed_form(quantizer)
+    packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
+    full = torch.full_like(buffer, torch.nan)
+    quantize_into(packing, None, buffer, packed, Kernels.EAGER)
+    dequantize_into(packing, packed, full, Kernels.EAGER)
+    assert torch.equal(full.isnan(), buffer.isnan())
+
+
+@pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
+def test_a_rank_computes_its_own_part_of_the_whole(quantizer):
+    packing, buffer = packed_form(quantizer)
+    whole = torch.zeros(packing.nbytes, dtype=torch.uint8)
+    quantize_into(packing, None, buffer, whole, Kernels.EAGER)
+    for rank in range(WORLD):
+        shard = buffer.narrow(0, rank * packing.shard_numel, packing.shard_numel)
+        part = torch.zeros(packing.part, dtype=torch.uint8)
+        quantize_into(packing, rank, shard, part, Kernels.EAGER)
+        assert torch.equal(part, whole.view(WORLD, -1)[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [Kernels.RECTANGLES, Kernels.TABLES])
+@pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
+    packing, buffer = packed_form(quantizer, dtype)
+    found = []
+    for way in (Kernels.EAGER, kernels):
+        packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
+        full = torch.zeros(len(buffer), dtype=dtype)
+        quantize_into(packing, None, buffer, packed, way)
+        dequantize_into(packing, packed, full, way)
+        found.append((packed, full))
+    for expected, got in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [Kernels.RECTANGLES, Kernels.TABLES])
+def test_compiled_kernels_round_and_average_alike(kernels):
+    packing, buffer = packed_form(vc.BlockInt8(32))
+    found = []
+    for way in (Kernels.EAGER, kernels):
+        parts = []
+        for number in range(10):
+            packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
+            quantize_into(packing, None, buffer, packed, way, torch.tensor([number, 3_000_000_000]))
+            parts.append(packed[: packing.part])
+        shard = torch.zeros(packing.shard_numel)
+        average_into(packing, 0, parts, shard, way)
+        found.append((*parts, shard))
+    for expected, got in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
+def test_tables_make_one_call_of_generated_code_each_way(quantizer):
+    """For five parameters on two ranks, with blocks of all sizes at their edges."""
+    packing, buffer = packed_form(quantizer)
+    packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
+    for run in (
+        lambda: quantize_into(packing, None, buffer, packed, Kernels.TABLES),
+        lambda: dequantize_into(packing, packed, buffer.clone(), Kernels.TABLES),
+    ):
+        torch._dynamo.reset()
+        _, (code,) = run_and_get_code(run)
+        assert len(re.findall(r"^\s+cpp_fused\w*\(", code, re.MULTILINE)) == 1
+        assert "extern_kernels." not in code

@@ -1,0 +1,124 @@
+"""Training with quantized gathers: the numbers of a model of quantized weights, with straight-through gradients."""
+
+import sys
+from pathlib import Path
+
+import formats
+import pytest
+import torch
+from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import vescale_compile as vc
+from vescale_compile.sharded_module import buffers_in
+
+sys.path.append(str(Path(__file__).parents[1] / "compiled"))
+
+import models
+
+
+def train_straight_through(model, data, quantizer, backend: str | None):
+    """The reference, on every rank: before each step, weights are what quantization leaves of the masters, which take
+    the averaged gradients as they are."""
+    built = models.build(model)
+    call = torch.compile(built, backend=backend) if backend else built
+    masters = {name: torch.nn.Parameter(param.detach().clone()) for name, param in built.named_parameters()}
+    optimizer = models.adamw(masters.values())
+    losses = []
+    for tokens, labels in data:
+        with torch.no_grad():
+            for name, param in built.named_parameters():
+                param.copy_(formats.expected(quantizer, masters[name]))
+        loss = call(tokens, labels)
+        loss.backward()
+        models.average_gradients(built)
+        for name, param in built.named_parameters():
+            masters[name].grad, param.grad = param.grad, None
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return masters, losses
+
+
+def check(name: str, quantizer, lowering: str | None, steps: int = 3, vocab: int = 64, **options) -> None:
+    torch._dynamo.reset()
+    data = models.batches(steps, vocab)
+    model, call = models.sharded(getattr(models, name), compile=lowering, quantize=quantizer, **options)
+    losses = models.train(call, model.parameters(), data)
+    masters, expected = train_straight_through(
+        getattr(models, name), data, quantizer, "aot_eager" if lowering else None
+    )
+    assert losses == expected
+    for key, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), masters[key]), key
+
+
+@pytest.mark.parametrize("quantizer", [vc.BlockInt8(32), vc.BlockFP8((8, 8)), vc.MXFP8()], ids=repr)
+@on_ranks(2)
+def test_steps_are_bit_equal_to_straight_through_training(quantizer):
+    check("llama", quantizer, "eager")
+
+
+@on_ranks(2)
+def test_so_they_are_without_torch_compile():
+    check("llama", vc.BlockInt8(32), None)
+
+
+@on_ranks(2)
+def test_so_they_are_with_sizes_that_nothing_divides():
+    check("Uneven", vc.BlockFP8((3, 5)), "eager", vocab=11)
+
+
+@on_ranks(2)
+def test_so_they_are_where_parameters_are_kept_for_the_backward():
+    check("llama", vc.BlockInt8(32), "eager", reshard_after_forward=False)
+
+
+@on_ranks(2)
+def test_so_they_are_with_stacks_of_experts():
+    check("hf_gpt_oss_of_one_layer", vc.BlockFP8((4, 4)), "eager", steps=2)
+
+
+@on_ranks(2)
+def test_so_they_are_over_replicas():
+    """Two replicas, each on one rank: nothing is sharded, everything is quantized."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    check("llama", vc.BlockInt8(32), "eager", mesh=mesh)
+
+
+@on_ranks(4)
+def test_replicas_of_shards_stay_equal():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch._dynamo.reset()
+    options = {"mesh": mesh, "quantize": vc.MXFP8(), "quantize_gradients": vc.BlockInt8(32)}
+    model, call = models.sharded(models.llama, compile="eager", **options)
+    models.train(call, model.parameters(), models.batches(3, 64))
+    for buffer in buffers_in(model):
+        other = buffer.shard.clone()
+        torch.distributed.broadcast(other, group=buffer.replicas, group_src=0)
+        for index in range(len(buffer.slots)):
+            assert torch.equal(buffer.local(other, index), buffer.local(buffer.shard, index))
+
+
+@pytest.mark.slow
+@on_ranks(2, deadline_s=600)
+def test_inductor_lowering_is_within_rounding():
+    torch._dynamo.reset()
+    data = models.batches(3, 64)
+    options = {"quantize": vc.BlockFP8((8, 8)), "quantize_gradients": vc.BlockInt8(32)}
+    model, call = models.sharded(models.llama, compile="inductor", **options)
+    losses = models.train(call, model.parameters(), data)
+    model, call = models.sharded(models.llama, compile="eager", **options)
+    assert losses == pytest.approx(models.train(call, model.parameters(), data), rel=2e-3)
+
+
+@on_ranks(2)
+def test_a_small_llama_learns_with_everything_quantized():
+    torch._dynamo.reset()
+    options = {"quantize": vc.BlockFP8((8, 8)), "quantize_gradients": vc.BlockInt8(32)}
+    model, call = models.sharded(models.llama, compile="eager", **options)
+    losses = models.train(call, model.parameters(), models.batches(1, 64) * 30)
+    plain, call = models.sharded(models.llama, compile="eager")
+    unquantized = models.train(call, plain.parameters(), models.batches(1, 64) * 30)
+    assert unquantized[-1] < 1 < unquantized[0]
+    assert losses[-1] < 1.3 * unquantized[-1] + 0.05
