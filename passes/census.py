@@ -28,7 +28,7 @@ def census(graph: fx.Graph, context: CompileContext) -> list[Entry]:
 
 def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> Iterator[Entry]:
     comm = comm_of(node)
-    if comm is not None and comm.role is Role.LAUNCH:
+    if comm is not None and comm.role in (Role.LAUNCH, Role.TAKE):
         yield from _collective(node, comm.kind == ALL_GATHER, context.units[comm.unit].name)
     buffer = buffer_of(node)
     if buffer is not None and not node.all_input_nodes:

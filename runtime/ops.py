@@ -6,13 +6,16 @@ one, and says which unit it belongs to. Called directly they do what they say, o
 
 In the partitioned graphs a collective is a launch into a buffer and a wait, which return nothing:
 ``vescale::start_all_gather``, ``vescale::wait_all_gather``, ``vescale::start_reduce_scatter`` and
-``vescale::wait_reduce_scatter``; and gradients are written where they will be reduced, by ``vescale::matmul_into``,
-``vescale::embedding_into`` and PyTorch's own operators.
+``vescale::wait_reduce_scatter``. A gather for the backward may be launched by ``vescale::carry_all_gather`` while the
+forward ends, and is waited for by ``vescale::take_all_gather``. Gradients are written where they will be reduced, by
+``vescale::matmul_into``, ``vescale::embedding_into`` and PyTorch's own operators.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,34 @@ from .collectives import start_reduce_scatter as _start_reduce_scatter
 
 _LIBRARY = torch.library.Library("vescale", "DEF")
 
+_RELIABLE = 2  # times in a row that a backward must follow its forward for gathers to be carried from one to the other
+
 _in_flight: dict[int, Pending] = {}
+
+
+@dataclass
+class _Crossing:
+    """What the last forward carries over to a backward, of one dtype and device.
+
+    Attributes:
+        source: whose values; None if there is nothing, or it was taken.
+        pending: their gather; None if it was not launched.
+        full: where they go, kept from being freed meanwhile.
+        taken: how often in a row the backward that came next was the one that was expected.
+    """
+
+    source: tuple[int, int] | None = None
+    pending: Pending | None = None
+    full: Tensor | None = None
+    taken: int = _RELIABLE
+
+    def finish(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+        self.source = self.pending = self.full = None
+
+
+_crossings: defaultdict[tuple[torch.dtype, torch.device], _Crossing] = defaultdict(_Crossing)
 
 
 @torch.no_grad()
@@ -77,6 +107,48 @@ def _start_reduce(full: Tensor, shard: Tensor, scratch: Tensor, unit: int, group
 def _launched(full: Tensor, pending: Pending) -> None:
     if _in_flight.setdefault(full.data_ptr(), pending) is not pending:
         raise AssertionError("a collective was launched on a buffer that is in flight")
+
+
+def _carry_gather(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
+    """Launches a gather that the backward takes, unless it is on its way already.
+
+    Where another forward comes before that backward (of a graph that serves several layers, say), what the first one
+    carried was for nothing. Then none is launched until backwards follow their forwards again.
+    """
+    crossing = _crossings[full.dtype, full.device]
+    source = _values_of(shard)
+    if crossing.source == source:
+        return
+    if crossing.source is not None:
+        crossing.taken = 0
+    crossing.finish()
+    crossing.source = source
+    if crossing.taken >= _RELIABLE:
+        crossing.pending = _start_all_gather(shard, full, resolve_group(group))
+        crossing.full = full
+
+
+def _take_gather(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
+    """Waits for the gather of these values that a forward launched. If there is none, because another forward came in
+    between, or the values have changed, or were taken before, they are gathered now. It is so on every rank."""
+    crossing = _crossings[full.dtype, full.device]
+    expected = crossing.source == _values_of(shard)
+    there = expected and crossing.full is not None and crossing.full.data_ptr() == full.data_ptr()
+    crossing.finish()
+    crossing.taken += expected
+    if not there:
+        _start_all_gather(shard, full, resolve_group(group)).wait()
+
+
+def forget_carried() -> None:
+    """Waits for all that forwards have launched for backwards; a backward that still comes gathers by itself."""
+    for crossing in _crossings.values():
+        crossing.finish()
+
+
+def _values_of(shard: Tensor) -> tuple[int, int]:
+    """Names what a shard holds: every write to it, or to a parameter in it, counts its version up."""
+    return shard.data_ptr(), shard._version
 
 
 def _wait_gather(full: Tensor, unit: int) -> None:
@@ -144,6 +216,8 @@ for _schema, _run, _fake in (
     ),
     ("start_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _start_gather, _returns_nothing),
     ("wait_all_gather(Tensor(a!) full, int unit) -> ()", _wait_gather, _returns_nothing),
+    ("carry_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _carry_gather, _returns_nothing),
+    ("take_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _take_gather, _returns_nothing),
     (
         "start_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit, str group, "
         "str replicas) -> ()",
@@ -173,6 +247,8 @@ pack = torch.ops.vescale.pack.default
 reduce_scatter = torch.ops.vescale.reduce_scatter.default
 start_all_gather = torch.ops.vescale.start_all_gather.default
 wait_all_gather = torch.ops.vescale.wait_all_gather.default
+carry_all_gather = torch.ops.vescale.carry_all_gather.default
+take_all_gather = torch.ops.vescale.take_all_gather.default
 start_reduce_scatter = torch.ops.vescale.start_reduce_scatter.default
 wait_reduce_scatter = torch.ops.vescale.wait_reduce_scatter.default
 matmul_into = torch.ops.vescale.matmul_into.default
