@@ -28,8 +28,8 @@ from inductor_kernels import Kernel
 from torch._C._profiler import _EventType, _TensorMetadata
 from traffic import KINDS
 
-GATHER = "vescale::start_all_gather"
-"""An all-gather made of messages between the ranks. That a rank places its own part in the result too is what every
+GATHERS = ("vescale::start_all_gather", "vescale::carry_all_gather", "vescale::take_all_gather")
+"""All-gathers made of messages between the ranks. That a rank places its own part in the result too is what every
 all-gather does, in the libraries' out of sight; a cast on the way counts."""
 
 PRODUCTS = ("aten::addmm", "aten::baddbmm")
@@ -143,7 +143,7 @@ class _Profile:
         before = len(self.copies)
         for child in event.children:
             self.read(child, in_library)
-        if event.name == GATHER:
+        if event.name in GATHERS:
             self.copies[before:] = [copy for copy in self.copies[before:] if copy.casts]
         elif event.name in PRODUCTS:
             del self.copies[before:]

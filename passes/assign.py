@@ -3,7 +3,8 @@
 Lifetimes are known from the order of the graph: from the node that first touches a buffer to the last one that
 reads it. Buffers that live at the same time get different slots; a slot is as large as the largest of its buffers.
 Largest first, each buffer takes the first slot that is free while it lives, so small units share the slots of
-large ones. A buffer that outlives the graph (parameters kept for the backward, gradients) stays an allocation.
+large ones. A buffer that outlives the graph (parameters kept for the backward, gradients) stays an allocation. One
+that is filled for the backward while the forward ends has a slot that holds nothing else.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class Lifetime:
 @dataclass
 class _Tenants:
     dtype: torch.dtype
+    carried: bool = False
     lifetimes: list[Lifetime] = field(default_factory=list)
 
     @property
     def spec(self) -> SlotSpec:
         largest = self.lifetimes[0].node.meta["val"]
-        return SlotSpec(largest.numel(), largest.dtype, largest.device)
+        return SlotSpec(largest.numel(), largest.dtype, largest.device, self.carried)
 
 
 def assign(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -84,14 +86,17 @@ def slots_for(buffers: Sequence[Lifetime]) -> tuple[SlotSpec, ...]:
 def _share(buffers: Sequence[Lifetime]) -> list[_Tenants]:
     slots: list[_Tenants] = []
     for lifetime in sorted(buffers, key=lambda each: (-each.numel, each.first)):
+        carried = marked_buffer(lifetime.node).carried
         fitting = (
             slot
             for slot in slots
-            if slot.dtype == lifetime.dtype and not any(lifetime.overlaps(other) for other in slot.lifetimes)
+            if slot.dtype == lifetime.dtype
+            and not slot.carried
+            and not any(lifetime.overlaps(other) for other in slot.lifetimes)
         )
-        slot = next(fitting, None)
+        slot = None if carried else next(fitting, None)
         if slot is None:
-            slots.append(slot := _Tenants(lifetime.dtype))
+            slots.append(slot := _Tenants(lifetime.dtype, carried))
         slot.lifetimes.append(lifetime)
     return slots
 
@@ -102,7 +107,7 @@ def _describe(slot: _Tenants, context: CompileContext) -> SlotUse:
         buffer = marked_buffer(lifetime.node)
         what = f"{buffer.use.value} of {context.units[buffer.unit].name}"
         tenants.append(Tenant(what, lifetime.nbytes, lifetime.first, lifetime.last))
-    return SlotUse(str(slot.dtype), slot.lifetimes[0].nbytes, tuple(tenants))
+    return SlotUse(str(slot.dtype), slot.lifetimes[0].nbytes, tuple(tenants), slot.carried)
 
 
 def _append_input(graph: fx.Graph, name: str, slot: _Tenants) -> None:

@@ -40,7 +40,7 @@ def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileConte
     comm = comm_of(node)
     if node.target in _QUANTIZED:
         yield from _quantized(node, context)
-    elif comm is not None and comm.role is Role.LAUNCH:
+    elif comm is not None and comm.role in (Role.LAUNCH, Role.TAKE):
         yield from _collective(node, comm.kind == ALL_GATHER, context.units[comm.unit].name)
     buffer = buffer_of(node)
     if buffer is not None and not node.all_input_nodes:

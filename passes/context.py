@@ -40,10 +40,12 @@ class Lowering(enum.Enum):
 
 
 class Role(enum.Enum):
-    """Which half of a collective a node is."""
+    """Which half of a collective a node is; a carried one has its halves in two graphs."""
 
     LAUNCH = "launch"
     WAIT = "wait"
+    CARRY = "carry"  # launched in the forward, for the backward
+    TAKE = "take"  # waited for in the backward
 
 
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
@@ -74,6 +76,7 @@ class Buffer:
 
     use: Use
     unit: int
+    carried: bool = False  # filled for the backward while the forward ends
 
 
 def comm_of(node: fx.Node) -> Comm | None:
@@ -170,6 +173,7 @@ class CompileContext:
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
         kept: units that may be resharded and are kept for the backward, because the memory budget allows it.
+        carried: units whose gather for the backward is launched in the forward.
         needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
@@ -189,6 +193,7 @@ class CompileContext:
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
+    carried: frozenset[int] = frozenset()
     needs: dict[Part, Need] = field(default_factory=dict)
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0

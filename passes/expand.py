@@ -4,6 +4,8 @@ An all-gather becomes memory for the unsharded parameters, which everything that
 reduce-scatter becomes memory for this rank's part, and for what the reduction needs besides. A gather takes the
 shard in its own dtype: the cast to the buffer's, if there is one, is the collective's, into this rank's place there.
 
+A carried unit's gather for the backward is launched at the end of the forward, and taken over in the backward.
+
 A gather of quantized parameters goes into a buffer of codes and scales, its launch quantizes the shard, and what read
 its result reads memory that one more node fills: it dequantizes the whole unit, where it is first needed. A reduction
 of quantized gradients has two such buffers, for what this rank sends and for what it receives, as its scratch.
@@ -16,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..runtime import ops, quantized_ops
-from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Lowering, Role, Use
+from ..runtime import crossing, ops, quantized_ops
+from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Lowering, Part, Role, Use
 from .edit import allocate, call
 
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -40,10 +42,19 @@ def _expand_gather(node: fx.Node, context: CompileContext) -> None:
     args: tuple[Any, ...] = node.args
     source, unit, _, group = args
     shard = source.args[0] if source.target in CASTS else source
+    carried = unit in context.carried
+    taken = carried and context.part is Part.BACKWARD
     with graph.inserting_before(node):
-        full = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit))
-        call(graph, ops.start_all_gather, shard, full, unit, group, mark=Comm(ALL_GATHER, Role.LAUNCH, unit))
-        call(graph, ops.wait_all_gather, full, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
+        full = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit, taken))
+        if taken:
+            call(graph, crossing.take_all_gather, shard, full, unit, group, mark=Comm(ALL_GATHER, Role.TAKE, unit))
+        else:
+            call(graph, ops.start_all_gather, shard, full, unit, group, mark=Comm(ALL_GATHER, Role.LAUNCH, unit))
+            call(graph, ops.wait_all_gather, full, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
+    if carried and context.part is Part.FORWARD:
+        with graph.inserting_before(next(iter(reversed(graph.nodes)))):
+            ahead = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit, carried))
+            call(graph, crossing.carry_all_gather, shard, ahead, unit, group, mark=Comm(ALL_GATHER, Role.CARRY, unit))
     node.replace_all_uses_with(full)
     graph.erase_node(node)
     if shard is not source and not source.users:

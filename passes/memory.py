@@ -13,14 +13,11 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from ..runtime import ops, quantized_ops
 from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view
-from .context import CompileContext, Lowering, Part, Use, buffer_of
+from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of
 from .edit import nbytes_of, order_of
 from .summary import Peak
-
-_LAUNCHES = (ops.start_all_gather, quantized_ops.start_all_gather_quantized)
 
 
 def peak_of(graph: fx.Graph, context: CompileContext, without: Collection[fx.Node] = ()) -> Peak:
@@ -71,7 +68,7 @@ def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.No
 def _is_memory(node: fx.Node, context: CompileContext) -> bool:
     if node.op == "placeholder":
         in_slot = any(buffer_of(user) is not None for user in node.users)
-        is_shard = any(user.target in _LAUNCHES for user in node.users)
+        is_shard = any(comm_of(user) is not None for user in node.users)
         return not in_slot and not is_shard
     if node.op != "call_function" or not nbytes_of(node):
         return False

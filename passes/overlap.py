@@ -16,9 +16,9 @@ from torch._ops import OpOverload
 from ..runtime.pool import pooled_bytes
 from ..schedule import BudgetError, Launch, Run, Schedule, TaskGraph, find_schedule, least_peak
 from ..torch_internals import generates_code_for
-from .aliases import is_view
+from .aliases import bases_of, is_view, touches_of
 from .assign import lifetimes, slots_for
-from .context import CompileContext, Need, buffer_of, comm_of, fail
+from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
 from .edit import order_of
 from .memory import peak_of
 from .prediction import predict, predict_alone
@@ -29,6 +29,7 @@ _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
 
 def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     assert context.part is not None
+    _place_carried(gm.graph)
     collectives = collectives_of(gm.graph)
     segments = segments_of(gm.graph, collectives)
     if not collectives or not segments:
@@ -67,10 +68,31 @@ def _schedule(
             fail(context, None, f"{context.part.value}: {error}")
         context.predictions[context.part] = predict(tasks, found)
         _move(graph, found.schedule, collectives, segments)
+        _place_carried(graph)
         excess = _planned_bytes(graph, context, others) - budget
         if excess <= 0 or limit == least:
             return
         limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
+
+
+def _place_carried(graph: fx.Graph) -> None:
+    """Has what crosses to the backward launched when the forward's own gathers are over, while the last units and the
+    loss are computed; and taken in the backward where it is first read."""
+    touched = touches_of(graph, bases_of(graph))
+    for node in list(graph.nodes):
+        comm = comm_of(node)
+        if comm is None or comm.role not in (Role.CARRY, Role.TAKE):
+            continue
+        buffer = next(arg for arg in node.all_input_nodes if buffer_of(arg) is not None)
+        if comm.role is Role.TAKE:
+            readers = [each for each in touched[buffer] if each is not node]
+            if readers:
+                readers[0].prepend(node)
+            continue
+        waits = [each for each in graph.nodes if (mark := comm_of(each)) is not None and mark.role is Role.WAIT]
+        if waits:
+            waits[-1].append(buffer)
+            buffer.append(node)
 
 
 def _planned_bytes(graph: fx.Graph, context: CompileContext, others: Sequence[Need]) -> int:

@@ -6,6 +6,9 @@ shows what the step needs and what each unit would take for how long; then, if a
 Units are taken in the order of the time that they save for the memory they hold. What the last of them takes could
 also be used to launch further ahead, so the schedules of a few numbers of units are compared, and of those that are
 equally fast the one with the fewest gathers is taken.
+
+Of the units that the backward does gather again, the first is needed as soon as it begins. If there is room for it,
+its gather is launched while the forward ends, and carried over.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ def retain(
 
     Args:
         gm: the joint graph.
-        context: ``kept`` and ``needs`` are set.
+        context: ``kept``, ``carried`` and ``needs`` are set.
         mark: the passes that say what the backward repeats.
         cut: the partitioner.
 
@@ -56,8 +59,18 @@ def retain(
                 break
             kept = kept[:-1]  # the partitioner saved more than the parameters, a cast of them, say
             context.kept = frozenset()
-    context.needs = step.needs()
+    context.carried = _to_carry(step, context)
+    context.needs = step.needs(context.carried)
     return halves
+
+
+def _to_carry(step: Step, context: CompileContext) -> frozenset[int]:
+    """The units whose gather for the backward is launched in the forward: none that is quantized."""
+    first, budget = step.first_gathered_again, context.memory_budget
+    if first is None or context.units[first].comm.packing:
+        return frozenset()
+    room = budget if budget is not None else max(step.allowances.values())
+    return frozenset([first]) if step.planned(carried=frozenset([first])) <= room else frozenset()
 
 
 def _worth_keeping(step: Step, budget: int) -> Sequence[int]:

@@ -25,6 +25,7 @@ from .sink import sink
 from .tasks import Collective, collectives_of, segments_of, task_graph
 
 _UNLIMITED = 1 << 62
+_NONE: frozenset[int] = frozenset()
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -35,7 +36,6 @@ class Half:
 
     Attributes:
         part: which it is.
-        nodes: how many it has.
         live: bytes outside slots, node by node.
         buffers: what will lie in slots, unless it is kept.
         collectives: in the order of ``tasks.transfers``.
@@ -72,6 +72,11 @@ class Half:
         outside = set(self._parameters(kept))
         return slots_for([lifetime for lifetime in self.buffers if lifetime not in outside])
 
+    def slots_to_carry(self, carried: frozenset[int]) -> tuple[SlotSpec, ...]:
+        """The slots into which the parameters of units that this half gathers are carried over to it."""
+        found = (each.node.meta["val"] for each in self._parameters(carried))
+        return tuple(SlotSpec(value.numel(), value.dtype, value.device, carried=True) for value in found)
+
     def tasks_with(self, kept: frozenset[int], live: int) -> TaskGraph | None:
         """The task graph with the units ``kept`` and ``live`` bytes always taken; None if it has no transfers."""
         if self.tasks is None:
@@ -106,23 +111,42 @@ class Step:
         """The fullest moment outside slots and shards, in bytes."""
         return max(half.peak(kept) for half in self.halves)
 
-    def planned(self, kept: frozenset[int] = frozenset()) -> int:
-        """Bytes that the step takes with the units ``kept``, if nothing overlaps."""
-        return self.shard_bytes + pooled_bytes([half.slots(kept) for half in self.halves]) + self.peak(kept)
+    def slots(self, kept: frozenset[int] = _NONE, carried: frozenset[int] = _NONE) -> dict[Part, tuple[SlotSpec, ...]]:
+        """The slots of both halves if nothing overlaps, with gathers for the backward ``carried`` over to it."""
+        carrying = self.backward.slots_to_carry(carried)
+        return {
+            Part.FORWARD: self.forward.slots(kept) + carrying,
+            Part.BACKWARD: self.backward.slots(kept | carried) + carrying,
+        }
 
-    def tasks(self, kept: frozenset[int] = frozenset()) -> dict[Part, TaskGraph]:
+    def planned(self, kept: frozenset[int] = _NONE, carried: frozenset[int] = _NONE) -> int:
+        """Bytes that the step takes with the units ``kept`` and ``carried``, if nothing overlaps."""
+        return self.shard_bytes + pooled_bytes(self.slots(kept, carried).values()) + self.peak(kept)
+
+    def tasks(self, kept: frozenset[int] = _NONE) -> dict[Part, TaskGraph]:
         """The task graphs of the halves that have any transfers."""
         live = self.shard_bytes + self.peak(kept)
         found = {half.part: half.tasks_with(kept, live) for half in self.halves}
         return {part: tasks for part, tasks in found.items() if tasks is not None}
 
-    def needs(self) -> dict[Part, Need]:
-        """What each half takes at least, and what it is allowed where no budget is given."""
-        nothing: frozenset[int] = frozenset()
-        allowed = {part: least_peak(tasks) + room_ahead(tasks) for part, tasks in self.tasks().items()}
+    @cached_property
+    def allowances(self) -> dict[Part, int]:
+        """By half, the bytes that the step may take for its sake where no budget is given."""
+        return {part: least_peak(tasks) + room_ahead(tasks) for part, tasks in self.tasks().items()}
+
+    def needs(self, carried: frozenset[int]) -> dict[Part, Need]:
+        """What each half takes at least."""
+        slots = self.slots(carried=carried)
         return {
-            half.part: Need(half.slots(nothing), half.peak(nothing), allowed.get(half.part, 0)) for half in self.halves
+            half.part: Need(slots[half.part], half.peak(_NONE), self.allowances.get(half.part, 0))
+            for half in self.halves
         }
+
+    @property
+    def first_gathered_again(self) -> int | None:
+        """The unit that the backward needs first, if it gathers that again."""
+        first = next((each.unit for each in self.backward.collectives if each.gathers), None)
+        return first if first in self.forward.gathered else None
 
     @cached_property
     def gathered_again(self) -> tuple[int, ...]:

@@ -55,11 +55,16 @@ class Tenant:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """A slot in one graph, and the buffers that share it, in their order."""
+    """A slot in one graph, and the buffers that share it, in their order.
+
+    Attributes:
+        carried: whether it is only for what is carried from the forward to the backward.
+    """
 
     dtype: str
     nbytes: int
     tenants: tuple[Tenant, ...]
+    carried: bool = False
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def collectives_of(graph: fx.Graph) -> list[Collective]:
     found = []
     for node in graph.nodes:
         comm = comm_of(node)
-        if comm is None or comm.role is Role.WAIT:
+        if comm is None or comm.role is not Role.LAUNCH:
             continue
         buffers = [arg for arg in node.all_input_nodes if buffer_of(arg) is not None]
         nodes = [each for each in touched[buffers[0]] if comm_of(each) is None]

@@ -7,6 +7,8 @@
 3. A collective has one launch and one wait. A unit is gathered at most once in each graph, and its gradient is
    reduced in the backward exactly as often as the joint graph reduced it: once. In a forward, a unit that is
    resharded is released: no output keeps its gathered buffer alive.
+   A gather that the forward carries over to the backward is launched in the one and taken in the other, into a slot
+   that nothing else uses.
 4. The order, sizes and dtypes of the collectives are recorded, for the comparison across ranks.
 5. Nothing stands between a shard and its gather, nor between a reduction and the gradient it returns, but a cast to
    the shard's dtype; and what is reduced is the buffer that gradients were written to.
@@ -71,19 +73,24 @@ class _Execution:
                 self._check_kept(node)
             if comm is None:
                 self._compute(node)
-            elif comm.role is Role.LAUNCH:
+            elif comm.role is Role.WAIT:
+                self._wait(node, comm)
+            else:
                 self._launch(node, comm)
                 launches.append((node, comm))
-            else:
+            if comm is not None and comm.role is Role.TAKE:
                 self._wait(node, comm)
         for buffer, state in self.held.values():
-            if state is _State.IN_FLIGHT:
+            carried = marked_buffer(buffer).carried and self.context.part is Part.FORWARD
+            if state is _State.IN_FLIGHT and not carried:
                 fail(self.context, buffer, f"the collective on the {self._name(buffer)} has no wait")
         return launches
 
     def _launch(self, node: fx.Node, comm: Comm) -> None:
         source, *others = (self.bases[arg] for arg in node.all_input_nodes)
         targets = [other for other in others if buffer_of(other) is not None]
+        if marked_buffer(targets[0]).carried is not (comm.role in (Role.CARRY, Role.TAKE)):
+            fail(self.context, node, f"the {self._name(targets[0])} are carried over to the backward by one graph only")
         if comm.kind == ALL_GATHER:
             if source.op != "placeholder":
                 fail(self.context, node, "what is gathered is not the shard itself but was computed from it")
@@ -96,12 +103,16 @@ class _Execution:
             else:
                 targets.append(source)
         for target in targets:
+            holder = self._state(target)[0]
+            if holder is not target and (marked_buffer(holder).carried or marked_buffer(target).carried):
+                fail(self.context, node, f"the {self._name(target)} share a slot with what is carried to the backward")
             if self._state(target)[1] is _State.IN_FLIGHT:
                 fail(self.context, node, f"the {self._name(target)} get memory on which a collective is in flight")
             self.held[self._memory(target)] = (target, _State.IN_FLIGHT)
 
     def _wait(self, node: fx.Node, comm: Comm) -> None:
-        for buffer in (self.bases[arg] for arg in node.all_input_nodes):
+        buffers = [self.bases[arg] for arg in node.all_input_nodes]
+        for buffer in buffers[1:] if comm.role is Role.TAKE else buffers:
             if self._state(buffer) != (buffer, _State.IN_FLIGHT):
                 fail(
                     self.context, node, f"a wait for no launch: no collective is in flight on the {self._name(buffer)}"
@@ -181,7 +192,11 @@ class _Execution:
 
 
 def _check_counts(launches: list[tuple[fx.Node, Comm]], part: Part, context: CompileContext) -> None:
-    counts = Counter((comm.kind, comm.unit) for _, comm in launches)
+    counts = Counter((comm.kind, comm.unit) for _, comm in launches if comm.role is not Role.CARRY)
+    over = {Part.FORWARD: Role.CARRY, Part.BACKWARD: Role.TAKE}.get(part)
+    crossing = Counter(comm.unit for _, comm in launches if comm.role is over)
+    if over is not None and crossing != Counter(context.carried):
+        fail(context, None, f"{part.value}: gathers of units {sorted(crossing)} cross, not {sorted(context.carried)}")
     for ordinal, unit in enumerate(context.units):
         gathers = counts[ALL_GATHER, ordinal]
         if gathers > 1:

@@ -7,7 +7,8 @@ one, and says which unit it belongs to. Called directly they do what they say, o
 In the partitioned graphs a collective is a launch into a buffer and a wait, which return nothing:
 ``vescale::start_all_gather``, ``vescale::wait_all_gather``, ``vescale::start_reduce_scatter`` and
 ``vescale::wait_reduce_scatter``; and gradients are written where they will be reduced, by ``vescale::matmul_into``,
-``vescale::embedding_into`` and PyTorch's own operators.
+``vescale::embedding_into`` and PyTorch's own operators. Those of quantized communication are in ``quantized_ops.py``,
+those of a gather that crosses from the forward to the backward in ``crossing.py``.
 """
 
 from __future__ import annotations

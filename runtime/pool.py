@@ -1,7 +1,8 @@
 """Static memory for communication: slots that all compiled graphs of a process share.
 
-Graphs run one after another, and what a slot holds never outlives the graph that filled it. So a graph's first slot of
-a dtype is every graph's first: as large as the largest that a living graph asked for. Slots are allocated when a
+Graphs run one after another, and what a slot holds seldom outlives the graph that filled it. So a graph's first slot of
+a dtype is every graph's first: as large as the largest that a living graph asked for. What a forward leaves for a
+backward lies in slots set apart for that. Slots are allocated when a
 graph is first called, all of its slots together, and freed with the last graph that uses them. They come from
 PyTorch's allocator, or, where it was asked for, from the registered memory of a process group.
 """
@@ -26,6 +27,7 @@ class SlotSpec(NamedTuple):
     numel: int
     dtype: torch.dtype
     device: torch.device
+    carried: bool = False  # set apart for what a forward leaves for a backward
 
 
 class _Memory:
@@ -93,12 +95,12 @@ def _reserve(specs: Sequence[SlotSpec], registered: dist.ProcessGroup | None) ->
     return [_memories.setdefault((registered, *place), _Memory(registered)) for place in _places(specs)]
 
 
-def _places(specs: Sequence[SlotSpec]) -> list[tuple[torch.dtype, torch.device, int]]:
-    """Which of the slots of its dtype and device each is."""
-    taken: Counter[tuple[torch.dtype, torch.device]] = Counter()
+def _places(specs: Sequence[SlotSpec]) -> list[tuple[Any, ...]]:
+    """Which of the slots of its dtype and device, set apart or not, each is."""
+    taken: Counter[tuple[Any, ...]] = Counter()
     places = []
     for spec in specs:
-        kind = (spec.dtype, spec.device)
+        kind = (spec.dtype, spec.device, spec.carried)
         places.append((*kind, taken[kind]))
         taken[kind] += 1
     return places

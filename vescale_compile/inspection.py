@@ -11,6 +11,7 @@ from torch import nn
 
 from .backend import vescale
 from .report import GraphReport, Report
+from .runtime.crossing import forget_carried
 
 
 def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -33,4 +34,5 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     devices = {param.device for param in module.parameters() if param.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         torch.compile(module, backend=backend)(*args, **kwargs)
+    forget_carried()  # there is no backward to take what the forward launched for it
     return Report(tuple(graphs))

@@ -167,7 +167,8 @@ def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
     for event in summary.schedule:
         yield f"  {event}"
     for number, slot in enumerate(summary.slots):
-        yield f"  slot {number}, {_size(slot.nbytes)} {slot.dtype.removeprefix('torch.')}"
+        own = ", carried from forward to backward" if slot.carried else ""
+        yield f"  slot {number}, {_size(slot.nbytes)} {slot.dtype.removeprefix('torch.')}{own}"
         for tenant in slot.tenants:
             yield f"    nodes {tenant.first:>5} to {tenant.last:>5}  {_size(tenant.nbytes):>10}  {tenant.what}"
     moved = [entry for entry in summary.entries if entry.kind in _MOVED]

@@ -12,6 +12,7 @@ from ranks import on_ranks
 from torch.profiler import ProfilerActivity, profile
 
 GATHER, REDUCE = "start_all_gather", "start_reduce_scatter"
+CARRY, TAKE = "carry_all_gather", "take_all_gather"  # the first gather of the backward, launched in the forward
 UNITS = 3  # two blocks and the rest
 
 
@@ -33,14 +34,16 @@ def final(dumps: dict[str, str], part: str) -> str:
 
 
 def collectives(text: str) -> Counter[str]:
-    return Counter(name for name in (GATHER, REDUCE) for _ in range(text.count(f"vescale.{name}.default")))
+    return Counter(name for name in (GATHER, REDUCE, CARRY, TAKE) for _ in range(text.count(f"vescale.{name}.default")))
 
 
-@pytest.mark.parametrize(("reshard", "again"), [(True, {GATHER: UNITS}), (False, {})])
+@pytest.mark.parametrize(
+    ("reshard", "ahead", "again"), [(True, {CARRY: 1}, {GATHER: UNITS - 1, TAKE: 1}), (False, {}, {})]
+)
 @on_ranks(2)
-def test_a_unit_is_gathered_once_reduced_once_and_gathered_again_where_it_reshards(tmp_path, reshard, again):
+def test_a_unit_is_gathered_once_reduced_once_and_gathered_again_where_it_reshards(tmp_path, reshard, ahead, again):
     dumps = dump_of_one_step(tmp_path, models.llama, 64, reshard_after_forward=reshard)
-    assert collectives(final(dumps, "forward")) == {GATHER: UNITS}
+    assert collectives(final(dumps, "forward")) == {GATHER: UNITS, **ahead}
     assert collectives(final(dumps, "backward")) == {REDUCE: UNITS, **again}
 
 
@@ -101,8 +104,10 @@ def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowerin
     ran = Counter({name: n for name, n in ran.items() if not name.endswith("_into")})  # gradients, written in place
     # Over gloo each rank sends the other its part: one message each way for a gather, and one for a reduction.
     assert ran == {
-        "vescale::start_all_gather": 2 * UNITS,
-        "vescale::wait_all_gather": 2 * UNITS,
+        "vescale::start_all_gather": 2 * UNITS - 1,
+        "vescale::wait_all_gather": 2 * UNITS - 1,
+        "vescale::carry_all_gather": 1,
+        "vescale::take_all_gather": 1,
         "vescale::start_reduce_scatter": UNITS,
         "vescale::wait_reduce_scatter": UNITS,
         "c10d::send": 3 * UNITS,

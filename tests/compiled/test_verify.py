@@ -25,7 +25,7 @@ from vescale_compile.passes.context import (
     Use,
 )
 from vescale_compile.passes.verify import verify
-from vescale_compile.runtime import ops
+from vescale_compile.runtime import crossing, ops
 from vescale_compile.runtime.agreement import RanksDisagree, agree
 from vescale_compile.runtime.unshard import CommSpec, ParamView
 
@@ -33,7 +33,9 @@ S, WORLD = 4, 2
 aten = torch.ops.aten
 
 
-def context(part: Part, *, reduced: tuple[int, ...] = (), reshard: bool = True) -> CompileContext:
+def context(
+    part: Part, *, reduced: tuple[int, ...] = (), reshard: bool = True, carried: tuple[int, ...] = ()
+) -> CompileContext:
     units = tuple(
         GraphUnit(
             name=f"layers.{ordinal}",
@@ -53,6 +55,7 @@ def context(part: Part, *, reduced: tuple[int, ...] = (), reshard: bool = True) 
         units=units,
         params={},
         reduced_units=reduced,
+        carried=frozenset(carried),
         part=part,
     )
 
@@ -77,8 +80,8 @@ class Graph:
             node.meta["vescale"] = mark
         return node
 
-    def buffer(self, use: Use = Use.PARAMETERS, unit: int = 0, *, slot: bool = False) -> fx.Node:
-        mark = Buffer(use, unit)
+    def buffer(self, use: Use = Use.PARAMETERS, unit: int = 0, *, slot: bool = False, carried: bool = False) -> fx.Node:
+        mark = Buffer(use, unit, carried)
         if slot:
             return self.call(aten.slice.Tensor, self.slot, 0, 0, WORLD * S, mark=mark)
         return self.call(aten.empty.memory_format, [WORLD * S], mark=mark)
@@ -95,6 +98,12 @@ class Graph:
     def gather(self, buffer: fx.Node) -> fx.Node:
         self.launch_gather(buffer)
         self.wait_gather(buffer)
+        return buffer
+
+    def cross(self, role: Role, buffer: fx.Node) -> fx.Node:
+        unit = buffer.meta["vescale"].unit
+        target = crossing.carry_all_gather if role is Role.CARRY else crossing.take_all_gather
+        self.call(target, self.shards[unit], buffer, unit, "0", mark=Comm(ALL_GATHER, role, unit))
         return buffer
 
     def write_gradient(self, buffer: fx.Node) -> fx.Node:
@@ -235,6 +244,50 @@ def test_keeping_them_is_right_where_the_unit_does_not_reshard():
     graph = Graph()
     view = graph.call(aten.view.default, graph.gather(graph.buffer()), [2, 4])
     graph.verify([view], context(Part.FORWARD, reshard=False))
+
+
+def test_a_gather_may_be_in_flight_when_the_forward_ends_if_it_is_carried_over():
+    graph = Graph()
+    graph.cross(Role.CARRY, graph.buffer(slot=True, carried=True))
+    graph.verify([graph.shards[0]], context(Part.FORWARD, carried=(0,)))
+
+
+def test_what_is_carried_over_is_read_after_it_was_taken():
+    graph = Graph()
+    taken = graph.cross(Role.TAKE, graph.buffer(slot=True, carried=True))
+    graph.verify([graph.read(taken)], context(Part.BACKWARD, carried=(0,)))
+
+
+def test_reading_what_is_carried_over_before_it_was_taken():
+    graph = Graph()
+    buffer = graph.buffer(slot=True, carried=True)
+    early = graph.read(buffer)
+    graph.cross(Role.TAKE, buffer)
+    with pytest.raises(GraphError, match=r"of unit layers\.0 are read before anything was written there"):
+        graph.verify([early], context(Part.BACKWARD, carried=(0,)))
+
+
+@pytest.mark.parametrize(("part", "role"), [(Part.FORWARD, Role.CARRY), (Part.BACKWARD, Role.TAKE)])
+def test_a_slot_of_what_is_carried_over_holds_nothing_else(part, role):
+    graph = Graph()
+    read = graph.read(graph.gather(graph.buffer(unit=1, slot=True)))
+    graph.cross(role, graph.buffer(slot=True, carried=True))
+    with pytest.raises(GraphError, match="share a slot with what is carried to the backward"):
+        graph.verify([read], context(part, carried=(0,)))
+
+
+@pytest.mark.parametrize("part", [Part.FORWARD, Part.BACKWARD])
+def test_a_gather_that_only_one_of_the_graphs_carries_over(part):
+    graph = Graph()
+    with pytest.raises(GraphError, match=rf"{part.value}: gathers of units \[\] cross, not \[0\]"):
+        graph.verify([graph.shards[0]], context(part, carried=(0,)))
+
+
+def test_carrying_over_into_memory_that_is_not_set_apart():
+    graph = Graph()
+    graph.cross(Role.CARRY, graph.buffer(slot=True))
+    with pytest.raises(GraphError, match="are carried over to the backward by one graph only"):
+        graph.verify([graph.shards[0]], context(Part.FORWARD, carried=(0,)))
 
 
 def test_a_gradient_written_after_its_reduction_was_launched():

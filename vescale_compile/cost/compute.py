@@ -44,7 +44,14 @@ _SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_
 _GENERATED = _COPIES | _FILLS | _REDUCTIONS | _SOFTMAX
 
 _COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd"})  # namespaces
-_UNIT_COMMUNICATION = ("all_gather", "reduce_scatter", "start_", "wait_")  # how their names in "vescale" begin
+_UNIT_COMMUNICATION = (
+    "all_gather",
+    "reduce_scatter",
+    "start_",
+    "wait_",
+    "carry_",
+    "take_",
+)  # how their names in "vescale" begin
 
 
 def compute_seconds(nodes: Iterable[fx.Node], device: Device, *, fused: bool = True) -> dict[fx.Node, float]:

@@ -1,0 +1,200 @@
+"""The first gather of the backward is launched while the forward ends, whatever comes between the two."""
+
+from dataclasses import replace
+
+import models
+import pytest
+import torch
+from ranks import fake_world, on_ranks
+from torch.profiler import ProfilerActivity, profile
+
+import vescale_compile as vc
+from vescale_compile.cost import PRESETS
+from vescale_compile.passes.context import Part
+from vescale_compile.runtime import crossing
+
+SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
+OPTIONS = {"lowering": "eager", "cluster": SLOW_WIRE}
+UNITS = 3
+CARRY, TAKE = "carry all_gather of (root)", "take all_gather of (root)"
+
+
+def explained(reshard: bool = True, **options):
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(models.Uneven), reshard_after_forward=reshard)
+    (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={**OPTIONS, **options}).graphs
+    return graph
+
+
+def compiled(seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
+    torch._dynamo.reset()
+    crossing.forget_carried()
+    model = vc.fully_shard(models.build(models.Uneven, seed))
+    return model, torch.compile(model, backend="vescale", options=OPTIONS)
+
+
+def events(run) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run()
+    ran = sorted(trace.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in ran if event.name.startswith(("vescale::", "c10d::send"))]
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+def reference(losses_of) -> list[torch.Tensor]:
+    """Gradients of the unsharded model, averaged over the ranks."""
+    torch._dynamo.reset()
+    model = models.build(models.Uneven)
+    losses_of(torch.compile(model, backend="aot_eager")).backward()
+    models.average_gradients(model)
+    return [param.grad for param in model.parameters()]
+
+
+def test_it_is_launched_when_the_forwards_own_gathers_are_over_and_taken_where_it_is_read():
+    with fake_world(2):
+        graph = explained()
+    assert graph.parts[Part.FORWARD].schedule[-1] == CARRY
+    backward = graph.parts[Part.BACKWARD].schedule
+    assert TAKE in backward and "launch all_gather of (root)" not in backward
+    assert backward.index(TAKE) <= 1  # behind no more than the launch of the next
+
+
+def test_it_is_no_gather_more():
+    with fake_world(2):
+        graph = explained()
+    names = [unit.name for unit in graph.units]
+    for part in graph.parts.values():
+        gathered = [entry.unit for entry in part.entries if entry.kind.value == "all-gather"]
+        assert sorted(gathered) == sorted(names)
+
+
+def test_its_slot_holds_nothing_else():
+    with fake_world(2):
+        graph = explained()
+    slots = [slot for part in graph.parts.values() for slot in part.slots if slot.carried]
+    assert [[tenant.what for tenant in slot.tenants] for slot in slots] == [["gathered parameters of (root)"]] * 2
+
+
+def test_where_the_backward_gathers_nothing_again_nothing_is_carried():
+    with fake_world(2):
+        graph = explained(reshard=False)
+    assert not any(event.startswith(("carry", "take")) for part in graph.parts.values() for event in part.schedule)
+
+
+def test_where_the_budget_has_no_room_for_it_nothing_is_carried():
+    with fake_world(2):
+        usual = explained()
+        tight = explained(memory_budget=usual.peak_bytes - 1900)
+    assert tight.peak_bytes <= usual.peak_bytes - 1900
+    assert CARRY not in tight.parts[Part.FORWARD].schedule
+
+
+@on_ranks(2)
+def test_each_step_carries_one_gather_and_waits_for_it_in_the_backward():
+    _, call = compiled()
+    data = models.batches(3, 11)
+    call(*data[0]).backward()
+    for batch in data[1:]:
+        ran = events(lambda batch=batch: call(*batch).backward())
+        assert ran.count("vescale::carry_all_gather") == ran.count("vescale::take_all_gather") == 1
+        assert ran.count("c10d::send") == 3 * UNITS
+
+
+@on_ranks(2)
+def test_two_forwards_before_their_backwards():
+    data = models.batches(2, 11)
+    model, call = compiled()
+    for batch in data:
+        call(*batch).backward()
+    expected = gradients(model)
+    model, call = compiled()
+    for _ in range(2):
+        model.zero_grad()
+        (call(*data[0]) + call(*data[1])).backward()
+        assert all(map(torch.equal, gradients(model), expected))
+
+
+@on_ranks(2)
+def test_a_second_forward_of_the_same_parameters_gathers_nothing_for_the_backward():
+    data = models.batches(1, 11)[0]
+    _, call = compiled()
+    call(*data)
+    assert events(lambda: call(*data)).count("c10d::send") == UNITS
+
+
+@on_ranks(2)
+def test_nothing_is_carried_while_forwards_are_not_followed_by_their_backwards():
+    data = models.batches(1, 11)[0]
+    _, first = compiled()
+    second = torch.compile(vc.fully_shard(models.build(models.Uneven, seed=1)), backend="vescale", options=OPTIONS)
+
+    def together() -> None:
+        (first(*data) + second(*data)).backward()
+
+    together()
+    assert events(together).count("c10d::send") == 2 * 3 * UNITS
+    for _ in range(2):
+        first(*data).backward()
+    assert events(lambda: first(*data)).count("c10d::send") == UNITS + 1
+
+
+@on_ranks(2)
+def test_a_forward_whose_loss_is_dropped():
+    data = models.batches(2, 11)
+    model, call = compiled()
+    call(*data[0])
+    call(*data[1]).backward()
+    assert all(map(torch.equal, gradients(model), reference(lambda call: call(*data[1]))))
+
+
+@on_ranks(2)
+def test_a_backward_that_runs_twice():
+    data = models.batches(1, 11)[0]
+    model, call = compiled()
+    with torch._functorch.config.patch(donated_buffer=False):  # else PyTorch refuses retain_graph=True
+        loss = call(*data)
+        loss.backward(retain_graph=True)
+    first = gradients(model)
+    model.zero_grad()
+    loss.backward()
+    assert all(map(torch.equal, gradients(model), first))
+
+
+@on_ranks(2)
+def test_two_models_that_share_a_graph():
+    """Their forwards run before their backwards: what one carried must not be what the other takes."""
+    data = models.batches(1, 11)[0]
+    first, call_first = compiled()
+    second = vc.fully_shard(models.build(models.Uneven, seed=1))
+    call_second = torch.compile(second, backend="vescale", options=OPTIONS)
+    for _ in range(2):
+        first.zero_grad(), second.zero_grad()
+        losses = call_first(*data), call_second(*data)
+        losses[0].backward()
+        losses[1].backward()
+    assert all(map(torch.equal, gradients(first), reference(lambda call: call(*data))))
+
+
+@on_ranks(2)
+def test_parameters_that_change_before_the_backward_are_refused_as_autograd_does():
+    data = models.batches(1, 11)[0]
+    model, call = compiled()
+    loss = call(*data)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_training_that_carries_is_bit_equal_to_the_unsharded_model():
+    data = models.batches(4, 11)
+    model, call = compiled()
+    losses = models.train(call, model.parameters(), data)
+    unsharded, expected = models.train_unsharded(models.Uneven, data)
+    assert losses == expected
+    assert models.largest_difference(model, unsharded) == 0.0
