@@ -36,8 +36,11 @@ from traced import Trace, TracedForecaster, TracedTrainer
 from worker import Job
 from workload import FOUR_LAYERS, Policy, Workload
 
+from vescale_compile.examples import llama
+
 PEERS = ("fsdp2-compile", "simplefsdp")
 HOSTS = 2
+DENSE = llama.SIZES | FOUR_LAYERS
 _WARMUP = 3
 _SAMPLE_S = 2e-3
 _BUSY = 0.02  # of the rate, below which a wire is taken to rest
@@ -99,7 +102,7 @@ def _ours(job: Callable[[str], Job], model: str, rate: str) -> list[Lane]:
     """What is predicted of our step, and the step."""
     print(f"{OURS}: measuring the device and the collectives, building and warming up", file=sys.stderr, flush=True)
     ranks = Ranks(job(OURS), TracedForecaster)
-    config = FOUR_LAYERS[model]
+    config = DENSE[model]
     try:
         device = ranks.ask("measure_device", (config,))[0]
         ranks.ask("join")
@@ -202,7 +205,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture: .png, .svg or .pdf")
     parser.add_argument("--wire", type=_rate, default="2gbit", metavar="RATE", help="(%(default)s)")
-    parser.add_argument("--model", choices=FOUR_LAYERS, default="28M", help="(%(default)s)")
+    parser.add_argument("--model", choices=DENSE, default="28M", help="(%(default)s)")
     parser.add_argument("--policy", type=Policy, choices=[Policy.RESHARD, Policy.KEEP], default=Policy.RESHARD)
     parser.add_argument("--seq", type=int, default=64, help="tokens of a rank (%(default)s)")
     parser.add_argument("--deadline", type=float, default=300.0, metavar="S", help="of any one order (%(default)s)")
