@@ -285,7 +285,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=_seconds, default=10.0, metavar="S", help="but no new one after (%(default)s)"
     )
-    parser.add_argument("--deadline", type=_seconds, default=300.0, metavar="S", help="of any one order (%(default)s)")
+    parser.add_argument("--deadline", type=_seconds, default=900.0, metavar="S", help="of any one order (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the cells, and measure those that are missing")
     args = parser.parse_args()
     for option in ("batch", "seq", "steps"):

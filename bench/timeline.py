@@ -31,13 +31,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from predict import cluster_of, gigabits
 from processes import Ranks
-from systems import OURS
+from systems import OURS, SYSTEMS
 from traced import Trace, TracedForecaster, TracedTrainer
 from worker import Job
 from workload import FOUR_LAYERS, Policy, Workload
 
+from vescale_compile.examples import llama
+
 PEERS = ("fsdp2-compile", "simplefsdp")
 HOSTS = 2
+DENSE = llama.SIZES | FOUR_LAYERS
 _WARMUP = 3
 _SAMPLE_S = 2e-3
 _BUSY = 0.02  # of the rate, below which a wire is taken to rest
@@ -74,7 +77,7 @@ def main() -> int:
             return Job(system, args.policy, workload, HOSTS, None, 1, str(home), "once", joined, args.deadline)
 
         lanes = _ours(job, args.model, args.wire)
-        for system in PEERS:
+        for system in args.peers:
             print(f"{system}: building and warming up", file=sys.stderr, flush=True)
             ranks = Ranks(job(system), TracedTrainer)
             try:
@@ -99,7 +102,7 @@ def _ours(job: Callable[[str], Job], model: str, rate: str) -> list[Lane]:
     """What is predicted of our step, and the step."""
     print(f"{OURS}: measuring the device and the collectives, building and warming up", file=sys.stderr, flush=True)
     ranks = Ranks(job(OURS), TracedForecaster)
-    config = FOUR_LAYERS[model]
+    config = DENSE[model]
     try:
         device = ranks.ask("measure_device", (config,))[0]
         ranks.ask("join")
@@ -201,15 +204,22 @@ def _total(spans: Spans) -> float:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture: .png, .svg or .pdf")
+    parser.add_argument("--peers", type=_peers, default=PEERS, metavar="NAME,...", help=f"({','.join(PEERS)})")
     parser.add_argument("--wire", type=_rate, default="2gbit", metavar="RATE", help="(%(default)s)")
-    parser.add_argument("--model", choices=FOUR_LAYERS, default="28M", help="(%(default)s)")
+    parser.add_argument("--model", choices=DENSE, default="28M", help="(%(default)s)")
     parser.add_argument("--policy", type=Policy, choices=[Policy.RESHARD, Policy.KEEP], default=Policy.RESHARD)
     parser.add_argument("--seq", type=int, default=64, help="tokens of a rank (%(default)s)")
-    parser.add_argument("--deadline", type=float, default=300.0, metavar="S", help="of any one order (%(default)s)")
+    parser.add_argument("--deadline", type=float, default=900.0, metavar="S", help="of any one order (%(default)s)")
     args = parser.parse_args()
     if not args.out.absolute().parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     return args
+
+
+def _peers(value: str) -> tuple[str, ...]:
+    if unknown := [name for name in value.split(",") if name not in SYSTEMS or name == OURS]:
+        raise argparse.ArgumentTypeError(f"no peer {', '.join(unknown)}; there are {', '.join(set(SYSTEMS) - {OURS})}")
+    return tuple(dict.fromkeys(value.split(",")))
 
 
 def _rate(value: str) -> str:

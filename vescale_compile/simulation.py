@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +166,8 @@ def simulate(
             raise ValueError(
                 "simulate: shard(model) sharded nothing; it is to call fully_shard on the model it is given"
             )
-        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: _shape_of(tensor, mode), (args, kwargs))
+        inputs = _shapes_by_id(pytree.tree_leaves((args, kwargs)), mode)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: inputs[id(tensor)], (args, kwargs))
         try:
             with mode:
                 torch.compile(shapes, backend=backend)(*args, **kwargs)
@@ -208,12 +209,21 @@ def _nothing_compiled() -> Iterator[None]:
 
 def _shapes_of(model: nn.Module, mode: AbstractContextManager[Any]) -> nn.Module:
     """A copy of a module whose tensors only have shapes."""
-    memo: dict[int, Any] = {}
-    for part in model.modules():
-        for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = _shape_of(tensor, mode)
-    return copy.deepcopy(model, memo)
+    tensors = (
+        value
+        for part in model.modules()
+        for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values())
+    )
+    return copy.deepcopy(model, _shapes_by_id(tensors, mode))
+
+
+def _shapes_by_id(values: Iterable[object], mode: AbstractContextManager[Any]) -> dict[int, Any]:
+    """By the ``id`` of each tensor among the values, one that only has its shape: what was one tensor stays one."""
+    found: dict[int, Any] = {}
+    for value in values:
+        if isinstance(value, Tensor) and id(value) not in found:
+            found[id(value)] = _shape_of(value, mode)
+    return found
 
 
 def _shape_of(tensor: Tensor, mode: AbstractContextManager[Any]) -> Tensor:

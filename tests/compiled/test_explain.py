@@ -130,6 +130,28 @@ def test_the_text_names_units_collectives_slots_and_memory():
     text = str(report)
     for words in ("layers.0", "launch all_gather of (root)", "slot 0", "nothing is copied or cast", "memory at most"):
         assert words in text
+    assert "no schedule takes less than" in text and "exposed communication, on 2 x cpu" in text
+
+
+def test_the_prediction_is_the_schedules_timeline():
+    with fake_world(2):
+        _, report = explained()
+    (graph,) = report.graphs
+    for part in graph.parts.values():
+        found = part.prediction
+        assert found.seconds == pytest.approx(found.compute + found.exposed + found.slowdown)
+        assert found.least <= found.seconds * (1 + 1e-9)
+        assert len(found.transfers) == sum(event.startswith("launch") for event in part.schedule)
+        assert all(0 <= span.start < span.stop <= found.seconds * (1 + 1e-9) for span in found.transfers)
+        assert found.computation[-1].stop <= found.seconds * (1 + 1e-9)
+    assert graph.predicted_seconds == sum(part.prediction.seconds for part in graph.parts.values())
+    assert 0 < graph.exposed_seconds < graph.predicted_seconds
+
+
+def test_a_graph_with_nothing_to_communicate_is_predicted_to_compute():
+    with fake_world(1):
+        _, report = explained()
+    assert all(part.prediction.seconds >= part.prediction.compute > 0 for part in report.graphs[0].parts.values())
 
 
 def test_a_model_that_is_not_sharded_has_nothing_to_explain():

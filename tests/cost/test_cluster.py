@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from vescale_compile.cost import (
     DEVICES,
@@ -17,6 +18,7 @@ from vescale_compile.cost import (
     gpu_cluster,
     wire_cluster,
 )
+from vescale_compile.hardware import cluster_for
 
 NVLINK = Link("NVLink", 450e9, 1e-6)
 
@@ -112,3 +114,17 @@ def test_another_file_is_no_calibration(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"other\.json is no calibration"):
         Calibration.load(path)
+
+
+def test_a_calibration_is_for_the_ranks_that_it_was_measured_on(tmp_path: Path) -> None:
+    unit = Device("cpu", {"float32": 1e11}, 1e10, None, 1.0, 1.0, 1e-6)
+    path = tmp_path / "this.json"
+    Calibration(unit, 2, {"all_gather": MeasuredCollective(1e-4, 2e8)}).save(path)
+    assert cluster_for(str(path), torch.device("cpu"), 2).measured.keys() == {"all_gather"}
+    with pytest.raises(ValueError, match="measured on 2 ranks, and 4 shard the parameters"):
+        cluster_for(str(path), torch.device("cpu"), 4)
+
+
+def test_a_cluster_says_what_it_is() -> None:
+    assert str(gpu_cluster("h100", 64)) == "64 x h100 on 8 nodes over NVLink and network"
+    assert str(gpu_cluster("h100", 4)) == "4 x h100 on 1 node over NVLink"
