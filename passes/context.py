@@ -169,6 +169,7 @@ class CompileContext:
         lowering: what will run the graphs.
         cluster: what the cost model predicts for.
         memory_budget: bytes that a step may take on a rank, without optimizer states; None for what overlap needs.
+        decide: takes a question and this rank's answer, and returns the one that holds on all ranks.
         units: units in the order in which the graph first needs them.
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
@@ -189,6 +190,7 @@ class CompileContext:
     lowering: Lowering
     cluster: Cluster
     memory_budget: int | None
+    decide: Callable[[str, str], str]
     units: tuple[GraphUnit, ...]
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()

@@ -14,8 +14,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..runtime.pool import pooled_bytes
-from ..schedule import BudgetError, Launch, Run, Schedule, TaskGraph, find_schedule, least_peak
+from ..schedule import BudgetError, Launch, Run, Schedule, Scheduled, TaskGraph, find_schedule, least_peak, simulate
 from ..torch_internals import generates_code_for
+from .agreed import agreed_schedule
 from .aliases import bases_of, is_view, touches_of
 from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
@@ -39,7 +40,13 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
     fullest = max([_own_peak(gm.graph, context), *(other.peak for other in others)])
     tasks = task_graph(gm.graph, context, collectives, segments, context.shard_bytes + fullest)
-    _schedule(tasks, gm.graph, context, collectives, segments, others)
+    found = _schedule(tasks, gm.graph, context, collectives, segments, others)
+    schedule = agreed_schedule(found.schedule, tasks, context)
+    if schedule != found.schedule:
+        _move(gm.graph, schedule, collectives, segments)
+        _place_carried(gm.graph)
+        found = Scheduled(schedule, simulate(tasks, schedule), found.bound)
+    context.predictions[context.part] = predict(tasks, found)
     context.needs[context.part] = Need(
         slots_for(lifetimes(gm.graph)), _own_peak(gm.graph, context), least_peak(tasks) + room_ahead(tasks)
     )
@@ -52,7 +59,7 @@ def _schedule(
     collectives: Sequence[Collective],
     segments: Sequence[list[fx.Node]],
     others: Sequence[Need],
-) -> None:
+) -> Scheduled:
     """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large: while they
     exceed the budget, the schedule gets less."""
     assert context.part is not None
@@ -66,13 +73,13 @@ def _schedule(
             found = find_schedule(tasks, limit)
         except BudgetError as error:
             fail(context, None, f"{context.part.value}: {error}")
-        context.predictions[context.part] = predict(tasks, found)
         _move(graph, found.schedule, collectives, segments)
         _place_carried(graph)
         excess = _planned_bytes(graph, context, others) - budget
         if excess <= 0 or limit == least:
-            return
+            break
         limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
+    return found
 
 
 def _place_carried(graph: fx.Graph) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from ..schedule import find_schedule, least_peak
+from .agreed import agreed_units
 from .context import CompileContext
 from .step import Halves, Step, copied, survey
 
@@ -59,7 +60,13 @@ def retain(
                 break
             kept = kept[:-1]  # the partitioner saved more than the parameters, a cast of them, say
             context.kept = frozenset()
-    context.carried = _to_carry(step, context)
+    own = context.kept
+    context.kept, context.carried = agreed_units(own, _to_carry(step, context), context)
+    if context.kept != own:
+        again = copied(gm)
+        mark(again)
+        halves = cut(again)
+        step = survey(halves, context)
     context.needs = step.needs(context.carried)
     return halves
 

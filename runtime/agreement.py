@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -77,22 +77,23 @@ def agree_on_graph(buffers: Sequence[DBuffer], collectives: Sequence[str], *, de
                 _agreed_graphs.add(key)
 
 
-def decided(buffers: Sequence[DBuffer], question: str, answer: str) -> str:
-    """The answer that the first rank to come to ``question`` gave: the same on every rank, whenever it asks.
+def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
+    """A function ``decide(question, answer)`` that returns, on every rank of ``mesh`` and whenever it is called, the
+    answer of the first rank that came to the question.
 
     For what all ranks must do alike but may see otherwise: a schedule rests on predicted times, and so on the sizes of
-    this rank's batch. Nobody waits for anybody, so a rank may compile again alone.
-
-    Args:
-        buffers: whose ranks must do alike; of several meshes, those of the largest.
-        question: equal on ranks that need one answer, and for the same graph only.
-        answer: this rank's own.
+    this rank's batch. Nobody waits for anybody, so a rank may compile again alone. Questions must be equal on ranks
+    that need one answer, and be of one graph only. With one rank, or the ``fake`` backend, there is nobody to ask.
     """
-    mesh = max((buffer.mesh for buffer in buffers), key=DeviceMesh.size)
     if mesh.size() == 1 or dist.get_backend() == "fake":
-        return answer
-    key = f"vescale/{_name(mesh)}/decided/{hashlib.sha256(question.encode()).hexdigest()}"
-    return default_store().compare_set(key, "", answer).decode()
+        return lambda question, answer: answer
+    store, prefix = default_store(), f"vescale/{_name(mesh)}/decided"
+
+    def decide(question: str, answer: str) -> str:
+        key = hashlib.sha256(question.encode()).hexdigest()
+        return store.compare_set(f"{prefix}/{key}", "", answer).decode()
+
+    return decide
 
 
 def agree(

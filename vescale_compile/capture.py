@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from .hardware import cluster_for
 from .options import Options
 from .passes.context import CompileContext, GraphUnit, Lowering, ParamInput
 from .ragged.dtensor import RaggedDTensor
+from .runtime.agreement import first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
 from .torch_internals import copy_capture_marks, tracing_fake_mode
@@ -83,6 +85,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         lowering=Lowering(options.lowering),
         cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
         memory_budget=options.budget_bytes,
+        decide=first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size)),
         units=tuple(unit.graph for unit in units),
         params=params,
     )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
-from vescale_compile.runtime.agreement import RanksMissing, agree, decided
+from vescale_compile.runtime.agreement import RanksMissing, agree, first_decides
 from vescale_compile.runtime.boundary import bound
 
 ODD = 1  # the rank that differs
@@ -93,11 +93,11 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
 @on_ranks(3)
 def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later():
     model, _ = models.sharded(models.Uneven)
-    buffers = [bound(param).buffer for param in model.parameters()]
+    decide = first_decides(bound(next(model.parameters())).buffer.mesh)
     rank = dist.get_rank()
     if rank == 1:
-        assert decided(buffers, "which order", "mine") == "mine"
+        assert decide("which order", "mine") == "mine"
     dist.barrier()
     if rank == 2:
-        assert decided(buffers, "which order", "another") == "mine"
-        assert decided(buffers, "another graph's order", "another") == "another"
+        assert decide("which order", "another") == "mine"
+        assert decide("another graph's order", "another") == "another"

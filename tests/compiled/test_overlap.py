@@ -1,12 +1,16 @@
 """Communication beside computation: what is launched when, and that lowering keeps it."""
 
+import contextlib
 import functools
+import importlib
 import re
 from dataclasses import replace
+from unittest import mock
 
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import fake_world, on_ranks
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
@@ -16,6 +20,9 @@ from vescale_compile.backend import vescale
 from vescale_compile.cost import PRESETS
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.report import GraphReport
+from vescale_compile.schedule import find_schedule, least_peak
+
+overlap = importlib.import_module("vescale_compile.passes.overlap")  # which the pass of that name hides
 
 SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
 
@@ -140,3 +147,32 @@ def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
         losses.append(models.train(call, model.parameters(), models.batches(4, 11)))
     _, reference = models.train_unsharded(deep, models.batches(4, 11))
     assert losses[0] == losses[1] == reference
+
+
+@on_ranks(2)
+def test_ranks_that_would_schedule_differently_follow_the_first_of_them():
+    """As with batches of different sizes, one of which hides more than the other."""
+    torch._dynamo.reset()
+    frugal = mock.patch.object(overlap, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks)))
+    model = vc.fully_shard(models.build(deep))
+    batch = models.batches(1, 11)[0]
+    options = {"lowering": "eager", "cluster": SLOW_WIRE}
+    with frugal if dist.get_rank() else contextlib.nullcontext():
+        (graph,) = vc.explain(model, *batch, options=options).graphs
+        own = [part.schedule for part in graph.parts.values()]
+        schedules = [own, own]
+        dist.all_gather_object(schedules, own)
+        assert schedules[0] == schedules[1]
+        torch.compile(model, backend="vescale", options=options)(*batch).backward()
+
+
+@on_ranks(2)
+def test_a_rank_alone_compiles_again_for_a_longer_batch_without_another_schedule():
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(deep))
+    call = torch.compile(model, backend="vescale", options={"lowering": "eager", "deadline": 20}, dynamic=False)
+    call(*models.batches(1, 11)[0]).backward()
+    before, now = (2, 5), (3, 6) if dist.get_rank() else (2, 5)
+    with mock.patch.object(overlap, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks))):
+        for shape in (before, now):
+            call(*models.batches(1, 11, shape=shape)[0]).backward()

@@ -9,7 +9,7 @@ from vescale_compile.schedule.budget import BudgetError, least_peak
 from vescale_compile.schedule.exhaustive import best_schedule
 from vescale_compile.schedule.graph import Compute, TaskGraph, Transfer
 from vescale_compile.schedule.machine import ScheduleError
-from vescale_compile.schedule.program import Launch, Placement, Run, Schedule, Wait
+from vescale_compile.schedule.program import Instruction, Launch, Placement, Run, Schedule, Wait
 from vescale_compile.schedule.search import Scheduled, find_schedule
 from vescale_compile.schedule.simulate import Timeline, TransferSpan, simulate
 
@@ -17,6 +17,7 @@ __all__ = [
     "Bound",
     "BudgetError",
     "Compute",
+    "Instruction",
     "Launch",
     "Placement",
     "Run",

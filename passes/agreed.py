@@ -1,0 +1,55 @@
+"""Decisions that all ranks must share: what the backward gathers again, and the schedule of each graph.
+
+They rest on predicted times and memory, which depend on the sizes of a rank's batch. Ranks whose batches differ would
+launch collectives in different orders, and so would a rank that compiles again, alone, for a batch of another size. So
+what the first rank to come to a graph decides holds for all, and for every later compilation of it.
+"""
+
+from __future__ import annotations
+
+import json
+
+from ..schedule import Instruction, Launch, Run, Schedule, TaskGraph, Wait
+from .context import CompileContext
+
+Units = frozenset[int]
+
+
+def agreed_units(kept: Units, carried: Units, context: CompileContext) -> tuple[Units, Units]:
+    """The units to keep for the backward, and those whose gather is launched for it in the forward."""
+    decided = context.decide(_question("units", context), json.dumps([sorted(kept), sorted(carried)]))
+    first, second = json.loads(decided)
+    return frozenset(first), frozenset(second)
+
+
+def agreed_schedule(schedule: Schedule, tasks: TaskGraph, context: CompileContext) -> Schedule:
+    """The schedule of a graph with these tasks: it fits any that differs in times and memory only."""
+    places = [(each.name, each.writers, each.readers, each.lane) for each in tasks.transfers]
+    assert context.part is not None
+    what = repr((context.part.value, len(tasks.compute), places, sorted(context.kept), sorted(context.carried)))
+    own = [[type(each).__name__, *each] for each in schedule.instructions]
+    decided = json.loads(context.decide(_question(what, context), json.dumps(own)))
+    return Schedule(tuple(_instruction(name, operand) for name, operand in decided))
+
+
+def _instruction(name: str, operand: int | list[int]) -> Instruction:
+    if isinstance(operand, int):
+        return Run(operand)
+    return Launch(tuple(operand)) if name == Launch.__name__ else Wait(tuple(operand))
+
+
+def _question(what: str, context: CompileContext) -> str:
+    """Names a decision on one program; equal on all ranks, so without the names of groups, of which ranks know only
+    their own."""
+    units = [
+        (
+            unit.name,
+            tuple(unit.shard.shape),
+            unit.views,
+            unit.port is None,
+            unit.comm._replace(group="", replicas=""),
+            unit.reshard_after_forward,
+        )
+        for unit in context.units
+    ]
+    return repr((what, context.lowering.value, context.memory_budget, context.cluster, units))
