@@ -10,7 +10,7 @@ captured       bind         parameters → one flat input for each unit, gathere
 (AOTAutograd)               derives the backward: pack and reduce-scatter, one for each unit
 joint          reshard      says which gathers the backward repeats and which results it keeps
 (partitioner)               cuts the joint graph into forward and backward
-partitioned    expand       each collective → buffers, a launch and a wait; quantized ones also dequantize
+partitioned    expand       each collective → a buffer, a launch and a wait
 partitioned    sink         gradients are written where they will be reduced
 partitioned    overlap      launches and waits are placed beside computation, within the memory budget
 partitioned    assign       buffers → slots of static memory, by their lifetimes
