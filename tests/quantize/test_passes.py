@@ -36,23 +36,17 @@ def explained(**options):
 # What the census counts.
 
 
-@pytest.mark.parametrize(
-    ("quantizer", "lowering"),
-    [*((each, "eager") for each in FORMATS), pytest.param(FORMATS[0], "inductor", marks=pytest.mark.slow)],
-    ids=repr,
-)
-@on_ranks(2, deadline_s=600)
-def test_the_census_counts_what_a_profiler_sees(quantizer, lowering):
+@pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
+@on_ranks(2)
+def test_the_census_counts_what_a_profiler_sees(quantizer):
     options = {"quantize": quantizer, "quantize_gradients": vc.BlockInt8(32)}
-    entries, profile = counted("llama", lowering, 64, **options)
+    entries, profile = counted("llama", "eager", 64, **options)
     moved = total(entries, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
     assert profile.collectives["send"].sent_bytes == moved / 2
     assert set(profile.collectives) == {"send", "receive"}
-    copied = profile.copies.copied_bytes - total(entries, Kind.COPY, Kind.CONCATENATION)
-    if lowering == "eager":  # operator by operator, what arithmetic computes is written by a copy
-        assert 0 < copied <= total(entries, Kind.CAST)
-    else:
-        assert copied == 0
+    # Operator by operator, what arithmetic computes is written by a copy, but for padding and what is not quantized.
+    written = profile.copies.copied_bytes - total(entries, Kind.COPY, Kind.CONCATENATION)
+    assert 0 < written <= total(entries, Kind.CAST)
 
 
 @pytest.mark.parametrize(("quantizer", "scale_bytes"), [(vc.BlockInt8(32), 4 / 32), (vc.MXFP8(), 1 / 32)], ids=repr)
