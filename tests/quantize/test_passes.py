@@ -49,6 +49,14 @@ def test_the_census_counts_what_a_profiler_sees(quantizer):
     assert 0 < written <= total(entries, Kind.CAST)
 
 
+@pytest.mark.slow
+@on_ranks(2, deadline_s=600)
+def test_compiled_kernels_copy_nothing_from_or_to_what_travels():
+    options = {"quantize": vc.BlockInt8(32), "quantize_gradients": vc.BlockInt8(32)}
+    _, profile = counted("llama", "inductor", 64, **options)
+    assert profile.copies.copied_bytes == profile.copies.cast_bytes == 0
+
+
 @pytest.mark.parametrize(("quantizer", "scale_bytes"), [(vc.BlockInt8(32), 4 / 32), (vc.MXFP8(), 1 / 32)], ids=repr)
 def test_a_gather_takes_a_byte_for_an_element_and_its_scales(quantizer, scale_bytes):
     plain, quantized = (explained(quantize=each) for each in (None, quantizer))
