@@ -20,6 +20,10 @@ The master shard and the reduced shard are what parameters' and gradients' local
 has no shard of its own: what is sent lies where it is computed with. What is done to a whole unit is one kernel: the
 cast before a gather, the sum of micro-batches, and, between two paddings, zeroing and scaling of gradients.
 
+Where parameters or gradients are quantized, what is sent and received is packed (see ``packing``): a rank's shard is
+quantized into its place there instead of cast, and the unsharded buffer is dequantized from it; gradients are quantized
+from theirs, and a rank's part is averaged from what all ranks send it.
+
 On a 2-D mesh dimension 1 shards as above, and dimension 0 holds replicas of each shard: the reduced shard is then
 averaged over them, in place.
 """

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .quantize import MXFP8, BlockFP8, BlockInt8
     from .ragged.dtensor import RaggedDTensor
     from .ragged.placement import RaggedShard
+    from .rounding import load_rounding_state, rounding_state
     from .sharding import fully_shard
     from .simulation import simulate
 
@@ -29,9 +30,11 @@ __all__ = [
     "Whole",
     "explain",
     "fully_shard",
+    "load_rounding_state",
     "no_sync",
     "optim",
     "plan_unit",
+    "rounding_state",
     "simulate",
 ]
 
@@ -45,6 +48,8 @@ _HOMES = {
     "RaggedShard": "vescale_compile.ragged.placement",
     "explain": "vescale_compile.inspection",
     "fully_shard": "vescale_compile.sharding",
+    "load_rounding_state": "vescale_compile.rounding",
+    "rounding_state": "vescale_compile.rounding",
     "no_sync": "vescale_compile.accumulation",
     "simulate": "vescale_compile.simulation",
 }

@@ -66,7 +66,7 @@ def fully_shard(
             or more dimensions, quantized in blocks by the rank that holds them, and dequantized to the dtype of
             gathers. Shards and gradients are as without.
         quantize_gradients: ``BlockInt8``: reductions send 8-bit codes and scales, of gradients of the same parameters,
-            rounded stochastically; each rank averages, in float32, what all send it.
+            rounded stochastically; each rank averages, in float32, what all send it. See :func:`rounding_state`.
         ignored_params: parameters to leave as they are; their gradients are not averaged.
 
     Returns:

@@ -67,6 +67,17 @@ def test_a_granularity_of_the_user_is_kept_as_well():
         check(quantizer, lowering=None, granularity=lambda name, param: vc.Rows(2) if param.dim() > 1 else None)
 
 
+@on_ranks(2)
+def test_blocks_of_optimizers_are_kept_as_well():
+    optimizers = [vc.optim.AdamW8bit.granularity, vc.optim.Muon.granularity]
+    check(vc.BlockFP8((16, 16)), lowering=None, granularity=optimizers)
+
+
+@on_ranks(3)
+def test_shards_may_be_cut_for_a_format_that_does_not_travel():
+    check(vc.MXFP8(), lowering=None, granularity=vc.BlockFP8((16, 16)).granularity)
+
+
 @pytest.mark.slow
 @on_ranks(2, deadline_s=600)
 def test_compiled_kernels_write_the_same_bits():

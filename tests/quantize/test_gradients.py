@@ -10,7 +10,6 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 import vescale_compile as vc
-from vescale_compile.quantize import load_rounding_state, rounding_state
 from vescale_compile.runtime.packing import Packing
 from vescale_compile.runtime.quantizing import Kernels, average_into, quantize_into
 from vescale_compile.runtime.rounding import Rounding
@@ -135,19 +134,19 @@ def test_a_stream_goes_on_where_a_checkpoint_left_it():
     grads = given(dist.get_rank())
     module = sharded()
     reduced(module, *grads)
-    state = rounding_state(module)
+    state = vc.rounding_state(module)
     assert state == {"(root)": 1}
     resumed = sharded()
-    load_rounding_state(resumed, state)
+    vc.load_rounding_state(resumed, state)
     assert torch.equal(reduced(module, *grads)[0], reduced(resumed, *grads)[0])
 
 
 @on_ranks(2)
 def test_a_state_of_other_units_is_refused():
     with pytest.raises(ValueError, match=r"no state for unit '\(root\)'.*'layers.0'"):
-        load_rounding_state(sharded(), {"layers.0": 3})
+        vc.load_rounding_state(sharded(), {"layers.0": 3})
     with pytest.raises(ValueError, match="no unit of it has quantized gradients"):
-        rounding_state(vc.fully_shard(Linear()))
+        vc.rounding_state(vc.fully_shard(Linear()))
 
 
 @on_ranks(2)
@@ -205,7 +204,7 @@ def test_micro_batches_are_summed_and_quantized_once(lowering):
     with vc.no_sync(model):
         call(*first).backward()
     call(*second).backward()
-    assert set(rounding_state(model).values()) == {1}
+    assert set(vc.rounding_state(model).values()) == {1}
     reference = models.build(models.llama)
     for batch in (first, second):
         reference(*batch).backward()
