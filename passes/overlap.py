@@ -17,7 +17,7 @@ from ..runtime.pool import pooled_bytes
 from ..schedule import BudgetError, Launch, Run, Schedule, Scheduled, TaskGraph, find_schedule, least_peak, simulate
 from ..torch_internals import generates_code_for
 from .agreed import agreed_schedule
-from .aliases import bases_of, is_view, touches_of
+from .aliases import is_view
 from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
 from .edit import order_of
@@ -84,20 +84,12 @@ def _schedule(
 
 def _place_carried(graph: fx.Graph) -> None:
     """Has what crosses to the backward launched when the forward's own gathers are over, while the last units and the
-    loss are computed; and taken in the backward where it is first read."""
-    touched = touches_of(graph, bases_of(graph))
-    for node in list(graph.nodes):
-        comm = comm_of(node)
-        if comm is None or comm.role not in (Role.CARRY, Role.TAKE):
-            continue
-        buffer = next(arg for arg in node.all_input_nodes if buffer_of(arg) is not None)
-        if comm.role is Role.TAKE:
-            readers = [each for each in touched[buffer] if each is not node]
-            if readers:
-                readers[0].prepend(node)
-            continue
-        waits = [each for each in graph.nodes if (mark := comm_of(each)) is not None and mark.role is Role.WAIT]
-        if waits:
+    loss are computed."""
+    marked = [(node, comm) for node in graph.nodes if (comm := comm_of(node)) is not None]
+    waits = [node for node, comm in marked if comm.role is Role.WAIT]
+    for node, comm in marked:
+        if comm.role is Role.CARRY and waits:
+            buffer = next(arg for arg in node.all_input_nodes if buffer_of(arg) is not None)
             waits[-1].append(buffer)
             buffer.append(node)
 

@@ -52,7 +52,10 @@ class Collective:
 
 
 def collectives_of(graph: fx.Graph) -> list[Collective]:
-    """The collectives of a graph, in the order of their launches."""
+    """The collectives of a graph, in the order of their launches.
+
+    What the forward carries over counts in the backward, as a gather that is launched and waited for by one node.
+    """
     touched = touches_of(graph, bases_of(graph))
     waits = {
         (comm.kind, comm.unit): node
@@ -62,7 +65,7 @@ def collectives_of(graph: fx.Graph) -> list[Collective]:
     found = []
     for node in graph.nodes:
         comm = comm_of(node)
-        if comm is None or comm.role is not Role.LAUNCH:
+        if comm is None or comm.role not in (Role.LAUNCH, Role.TAKE):
             continue
         buffers = [arg for arg in node.all_input_nodes if buffer_of(arg) is not None]
         nodes = [each for each in touched[buffers[0]] if comm_of(each) is None]
@@ -72,7 +75,7 @@ def collectives_of(graph: fx.Graph) -> list[Collective]:
                 comm.kind,
                 comm.unit,
                 node,
-                waits[comm.kind, comm.unit],
+                node if comm.role is Role.TAKE else waits[comm.kind, comm.unit],
                 tuple(buffers),
                 tuple(each for each in nodes if each.op != "output"),
                 any(each.op == "output" for each in nodes),
@@ -135,8 +138,8 @@ def seconds_of(graph: fx.Graph, context: CompileContext) -> dict[fx.Node, float]
 
 def _unpacked_bytes(graph: fx.Graph, collectives: Sequence[Collective], segments: Sequence[list[fx.Node]]) -> list[int]:
     """In each segment, the memory of parameters that are computed from what was gathered."""
-    carried = {buffer for each in collectives for buffer in each.buffers}
-    unpacked = [buffer for buffer in lifetimes(graph) if buffer.node not in carried]
+    sent = {buffer for each in collectives for buffer in each.buffers}
+    unpacked = [each for each in lifetimes(graph) if each.node not in sent and not marked_buffer(each.node).carried]
     order = order_of(graph)
     return [
         sum(
