@@ -17,8 +17,9 @@ READY := $(VENV)/.ready
 train: $(READY)
 	$(RUN) -m vescale_compile train --optim $(OPTIM) $(if $(filter --backend%,$(ARGS)),,--dump $(DUMP)) $(ARGS)
 
+# Two files of tests at a time; many start two to four ranks of their own, which wait for one another.
 test: lint
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(READY)
 	$(RUN) -m pytest -m "not slow" $(ARGS)

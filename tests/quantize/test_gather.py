@@ -81,8 +81,7 @@ def test_shards_may_be_cut_for_a_format_that_does_not_travel():
 @pytest.mark.slow
 @on_ranks(2, deadline_s=600)
 def test_compiled_kernels_write_the_same_bits():
-    for quantizer in (vc.BlockInt8(32), vc.BlockFP8((3, 5)), vc.MXFP8()):
-        check(quantizer, lowering="inductor")
+    check(vc.BlockFP8((3, 5)), lowering="inductor")
 
 
 @on_ranks(2)
