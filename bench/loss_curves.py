@@ -148,7 +148,7 @@ def draw(path: Path, curves: Sequence[Curve], setting: str) -> None:
     axes.set_ylabel("loss, nats per byte")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)
-    axes.set_title(setting, fontsize=8)
+    axes.set_title(setting.replace("; ", "\n"), fontsize=8)
     figure.savefig(path, dpi=150)
 
 

@@ -34,7 +34,8 @@ from .context import CompileContext, Pass, Stage, comm_of
 from .expand import expand
 from .hoist import hoist
 from .memory import peak_of
-from .overlap import ordered_nodes, overlap
+from .order import ordered_nodes
+from .overlap import overlap
 from .reshard import reshard
 from .retain import retain
 from .sink import sink

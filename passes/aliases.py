@@ -16,7 +16,7 @@ _UNDECLARED_VIEWS = (_aten._unsafe_view.default, _aten.reshape.default)
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node only gives another shape to memory it does not read."""
-    return _aliased(node) is not None and not written_by(node)
+    return viewed(node) is not None and not written_by(node)
 
 
 def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -24,7 +24,7 @@ def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
 
     A node that communication memory is marked at is a base, though it may be a view of a slot.
     """
-    aliased = None if "vescale" in node.meta else _aliased(node)
+    aliased = None if "vescale" in node.meta else viewed(node)
     return bases[aliased] if aliased is not None else node
 
 
@@ -51,7 +51,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [arg for arg, written in _aliasing_arguments(node) if written]
 
 
-def _aliased(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """The argument that the node's result is a view of, or is."""
     if node.target is getitem:
         source = node.args[0]

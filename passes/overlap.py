@@ -8,16 +8,12 @@ the other graphs of the step take, of slots and of everything else, is counted w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from torch import fx
-from torch._ops import OpOverload
 
 from ..runtime.pool import pooled_bytes
 from ..schedule import BudgetError, Launch, Run, Schedule, Scheduled, TaskGraph, find_schedule, least_peak, simulate
-from ..torch_internals import generates_code_for
 from .agreed import agreed_schedule
-from .aliases import is_view
 from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
 from .edit import order_of
@@ -133,22 +129,3 @@ def _move(
                 after.prepend(each.wait)
                 for cast in each.casts:
                     after.prepend(cast)
-
-
-def ordered_nodes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs of nodes whose order lowering must keep, to keep the schedule: each launch and wait after what comes
-    before it, and before what comes after it, of the collectives and of the operators that libraries run.
-
-    Generated kernels go where what they read and write lets them.
-    """
-    kept = [node for node in graph.nodes if comm_of(node) is not None or _is_library_call(node)]
-    pairs = [(a, b) for a, b in pairwise(kept) if comm_of(a) is not None or comm_of(b) is not None]
-    if kept and comm_of(kept[0]) is not None:
-        pairs.insert(0, (kept[0].all_input_nodes[0], kept[0]))
-    return pairs
-
-
-def _is_library_call(node: fx.Node) -> bool:
-    if node.op != "call_function" or is_view(node) or buffer_of(node) is not None:
-        return False
-    return isinstance(node.target, OpOverload) and not generates_code_for(node.target)

@@ -188,7 +188,10 @@ class KeptOrder(CustomGraphPass):
         self._pairs = pairs
 
     def __call__(self, graph: fx.Graph) -> None:
-        preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in self._pairs(graph)})
+        earlier: dict[fx.Node, OrderedSet[fx.Node]] = {}
+        for before, after in self._pairs(graph):
+            earlier.setdefault(after, OrderedSet()).add(before)
+        preserve_node_ordering(graph, earlier)
 
     def uuid(self) -> str:
         return "vescale: the schedule's order"

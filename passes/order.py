@@ -1,0 +1,57 @@
+"""What lowering must keep of a graph's order, for the schedule to be the one that was made and verified.
+
+Launches, waits and the operators of libraries stay in their order. Generated kernels go where what they read and write
+lets them, but for one thing: what reads a slot must run before the slot is given to the next buffer. Inductor fuses
+such a kernel with later ones, and then forgets that it had to come before an operator that writes the slot.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import fx
+from torch._ops import OpOverload
+
+from ..torch_internals import generates_code_for
+from .aliases import is_view, viewed, written_by
+from .context import Role, buffer_of, comm_of
+
+Pairs = list[tuple[fx.Node, fx.Node]]
+
+
+def ordered_nodes(graph: fx.Graph) -> Pairs:
+    """Pairs of nodes, the second of which must come after the first."""
+    kept = [node for node in graph.nodes if comm_of(node) is not None or _is_library_call(node)]
+    pairs = [(a, b) for a, b in pairwise(kept) if comm_of(a) is not None or comm_of(b) is not None]
+    if kept and comm_of(kept[0]) is not None:
+        pairs.insert(0, (kept[0].all_input_nodes[0], kept[0]))
+    return pairs + _reads_before_writes(graph)
+
+
+def _reads_before_writes(graph: fx.Graph) -> Pairs:
+    """Generated readers of a slot, each with the operators that write it later."""
+    memory: dict[fx.Node, fx.Node] = {}
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    pairs: Pairs = []
+    for node in graph.nodes:
+        source = viewed(node)
+        memory[node] = memory[source] if source is not None else node
+        if node.op != "call_function" or is_view(node):
+            continue
+        touched = {memory[arg] for arg in node.all_input_nodes if memory[arg].op == "placeholder"}
+        comm = comm_of(node)
+        if comm is None and not _is_library_call(node):
+            for slot in touched:
+                readers.setdefault(slot, []).append(node)
+            continue
+        for slot in touched & {memory[arg] for arg in written_by(node)}:
+            pairs += [(reader, node) for reader in readers.get(slot, ())]
+            if comm is not None and comm.role is Role.LAUNCH:
+                readers[slot] = []  # what comes after this launch comes after them
+    return pairs
+
+
+def _is_library_call(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_view(node) or buffer_of(node) is not None:
+        return False
+    return isinstance(node.target, OpOverload) and not generates_code_for(node.target)
