@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import vescale_compile as vc
 from vescale_compile.backend import vescale
 from vescale_compile.cost import PRESETS
+from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.report import GraphReport
 from vescale_compile.schedule import find_schedule, least_peak
@@ -114,6 +115,29 @@ def test_generated_code_launches_and_waits_in_the_order_of_the_schedule():
         for each in calls
     ]
     assert generated == [reports[0].parts[part].schedule for part in (Part.FORWARD, Part.BACKWARD)]
+
+
+@pytest.mark.slow
+def test_generated_code_touches_no_slot_while_it_is_gathered_into():
+    """What reads a unit's last parameters is fused with later kernels, and must not move behind the next launch."""
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = vc.fully_shard(Llama(LlamaConfig(layers=5, dim=32, heads=2, kv_heads=1)))
+        call = torch.compile(model, backend="vescale", dynamic=False)
+        tokens = torch.zeros(1, 16, dtype=torch.long)
+        _, codes = run_and_get_code(lambda: call(tokens, tokens).backward())
+    launches = 0
+    for code in codes:
+        flying: set[str] = set()
+        for line in re.findall(r"^ +(?:torch\.ops|extern_kernels|cpp_fused).*$", code, re.MULTILINE):
+            slots = set(re.findall(r"slot_\d+", line))
+            if "wait_all_gather" in line:
+                flying -= slots
+            assert not slots & flying, line
+            if "start_all_gather" in line:
+                flying |= slots
+                launches += 1
+    assert launches >= 10
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
