@@ -7,6 +7,7 @@ PyTorch release breaks something, it breaks here.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import lowering as _lowering
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
@@ -193,8 +194,9 @@ class KeptOrder(CustomGraphPass):
             earlier.setdefault(after, OrderedSet()).add(before)
         preserve_node_ordering(graph, earlier)
 
-    def uuid(self) -> str:
-        return "vescale: the schedule's order"
+    def uuid(self) -> bytes:
+        """Part of Inductor's cache key: code that was generated under another version's order must not be found."""
+        return get_hash_for_files((inspect.getfile(self._pairs),), extra=type(self).__qualname__)
 
 
 _EXTERN_KERNELS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"})
