@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 import vescale_compile as vc
 from vescale_compile.passes.context import Part
 from vescale_compile.passes.summary import Kind
-from vescale_compile.runtime import pool
+from vescale_compile.runtime import crossing, pool
 
 
 def explained(reshard: bool = True, world_size: int = 2, **options):
@@ -99,6 +99,7 @@ def test_sizes_that_are_symbols_count_as_at_capture():
 def test_slots_are_what_the_report_says_and_are_freed_with_the_graphs():
     import gc
 
+    crossing.forget_carried()
     torch._dynamo.reset()
     gc.collect()
     before = sum(memory.tensor.nbytes for memory in pool._memories.values() if memory.tensor is not None)
@@ -141,7 +142,7 @@ def test_the_prediction_is_the_schedules_timeline():
         found = part.prediction
         assert found.seconds == pytest.approx(found.compute + found.exposed + found.slowdown)
         assert found.least <= found.seconds * (1 + 1e-9)
-        assert len(found.transfers) == sum(event.startswith("launch") for event in part.schedule)
+        assert len(found.transfers) == sum(event.startswith(("launch", "take")) for event in part.schedule)
         assert all(0 <= span.start < span.stop <= found.seconds * (1 + 1e-9) for span in found.transfers)
         assert found.computation[-1].stop <= found.seconds * (1 + 1e-9)
     assert graph.predicted_seconds == sum(part.prediction.seconds for part in graph.parts.values())
