@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import signal
 import sys
 from pathlib import Path
@@ -30,13 +29,12 @@ from typing import Any
 import torch
 import wire
 from harness import Plan, Result, measure
-from options import count, rate, seconds, write_record
+from options import PICTURES, check_folder, check_picture, check_ranks, count, rate, seconds, write_record
 from report import disagreement, tables
 from systems import SYSTEMS
 from workload import MODELS, Policy, Workload
 
 TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2}
-CHARTS = (".png", ".svg", ".pdf")
 
 
 def main() -> int:
@@ -115,7 +113,9 @@ def _arguments() -> argparse.Namespace:
         f"({', '.join(f'{value:g} in {dtype}' for dtype, value in TOLERANCES.items())})",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, raw step times too")
-    parser.add_argument("--chart", type=Path, metavar="FILE", help=f"draw step times and memory ({', '.join(CHARTS)})")
+    parser.add_argument(
+        "--chart", type=Path, metavar="FILE", help=f"draw step times and memory ({', '.join(PICTURES)})"
+    )
     args = parser.parse_args()
     if args.world is not None:
         if args.wire is not None:
@@ -129,17 +129,9 @@ def _arguments() -> argparse.Namespace:
         ]
     if not any(policy in args.policies for name in args.systems for policy in SYSTEMS[name].policies):
         parser.error(f"--policies {','.join(args.policies)}: none of {', '.join(args.systems)} runs under them")
-    if args.wire is not None and (args.device == "cuda" or args.ranks < 2):
-        parser.error("--wire: needs at least 2 --ranks, on cpu")
-    if args.device == "cuda" and args.ranks > torch.cuda.device_count():
-        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank needs one")
-    for option, path in (("--json", args.json), ("--chart", args.chart)):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"{option} {path}: there is no folder {path.parent}")
-    if args.chart is not None and args.chart.suffix not in CHARTS:
-        parser.error(f"--chart {args.chart}: the name must end in {', '.join(CHARTS)}")
-    if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--chart: needs matplotlib; pip install 'vescale-compile[plot]'")
+    check_ranks(parser, args)
+    check_folder(parser, "--json", args.json)
+    check_picture(parser, "--chart", args.chart)
     return args
 
 

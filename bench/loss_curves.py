@@ -9,7 +9,6 @@ makes of it. Writes both as JSON, and as one picture.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,14 +19,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from options import count, seconds, write_record
+from options import PICTURES, check_folder, check_picture, count, seconds, write_record
 
 from vescale_compile.examples.llama import SIZES
 from vescale_compile.examples.optimizers import RECIPES
 
 COLORS = {"adamw": "#4c72b0", "adamw8bit": "#dd8452", "muon": "#c44e52", "shampoo": "#55a868"}
 NAMES = {"adamw": "AdamW", "adamw8bit": "AdamW8bit", "muon": "Muon", "shampoo": "Shampoo"}
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -170,13 +168,8 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error("--ranks 1: a single rank is what sharding ranks are compared with; give 2 or more")
-    for option, path in (("--json", args.json), ("--picture", args.picture)):
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"{option} {path}: there is no folder {path.parent}")
-    if args.picture is not None and args.picture.suffix not in PICTURES:
-        parser.error(f"--picture {args.picture}: the name must end in {', '.join(PICTURES)}")
-    if args.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--picture: needs matplotlib; pip install 'vescale-compile[plot]'")
+    check_folder(parser, "--json", args.json)
+    check_picture(parser, "--picture", args.picture)
     return args
 
 

@@ -27,7 +27,7 @@ import torch
 import wire
 from harness import Plan, Result, Run, taken_in_turns
 from optimizer_trainer import CONTENDERS, OptimizerTrainer
-from options import count, rate, seconds, write_record
+from options import check_folder, check_ranks, count, rate, seconds, write_record
 from profiling import StepProfile
 from report import MB, SHORT
 from workload import Policy, Workload
@@ -195,12 +195,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one step (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, raw step times too")
     args = parser.parse_args()
-    if args.wire is not None and (args.device == "cuda" or args.ranks < 2):
-        parser.error("--wire: needs at least 2 --ranks, on cpu")
-    if args.device == "cuda" and args.ranks > torch.cuda.device_count():
-        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank needs one")
-    if args.json is not None and not args.json.parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+    check_ranks(parser, args)
+    check_folder(parser, "--json", args.json)
     return args
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 import wire
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def count(value: str) -> int:
@@ -37,6 +40,29 @@ def rate(value: str) -> str:
     if not wire.is_rate(value):
         raise argparse.ArgumentTypeError(f"{value} is not a rate in bits per second, as 2gbit or 500mbit")
     return value
+
+
+def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program unless the ranks asked for can be on a wire, or on GPUs, as asked."""
+    if args.wire is not None and (args.device == "cuda" or args.ranks < 2):
+        parser.error("--wire: needs at least 2 --ranks, on cpu")
+    if args.device == "cuda" and args.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank needs one")
+
+
+def check_folder(parser: argparse.ArgumentParser, option: str, path: Path | None) -> None:
+    """Ends the program unless a file can be written at ``path``, if there is one."""
+    if path is not None and not path.parent.is_dir():
+        parser.error(f"{option} {path}: there is no folder {path.parent}")
+
+
+def check_picture(parser: argparse.ArgumentParser, option: str, path: Path | None) -> None:
+    """Ends the program unless a picture can be drawn to ``path``, if there is one."""
+    check_folder(parser, option, path)
+    if path is not None and path.suffix not in PICTURES:
+        parser.error(f"{option} {path}: the name must end in {', '.join(PICTURES)}")
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"{option}: needs matplotlib; pip install 'vescale-compile[plot]'")
 
 
 def write_record(path: Path, measured: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import os
 import signal
 import statistics
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 import wire
 from forecaster import Forecast, Forecaster
+from options import check_folder, seconds
 from processes import Ranks, RanksFailed
 from worker import Job, Step
 from workload import FOUR_LAYERS, Policy, Workload
@@ -282,17 +282,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences of a rank (%(default)s)")
     parser.add_argument("--seq", type=int, default=64, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of a cell (%(default)s)")
-    parser.add_argument(
-        "--seconds", type=_seconds, default=10.0, metavar="S", help="but no new one after (%(default)s)"
-    )
-    parser.add_argument("--deadline", type=_seconds, default=900.0, metavar="S", help="of any one order (%(default)s)")
+    parser.add_argument("--seconds", type=seconds, default=10.0, metavar="S", help="but no new one after (%(default)s)")
+    parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one order (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the cells, and measure those that are missing")
     args = parser.parse_args()
     for option in ("batch", "seq", "steps"):
         if getattr(args, option) < 1:
             parser.error(f"--{option} is {getattr(args, option)}; it must be at least 1")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+    check_folder(parser, "--json", args.json)
     return args
 
 
@@ -317,13 +314,6 @@ def _hosts(value: str) -> list[int]:
     if min(numbers) < 2:
         raise argparse.ArgumentTypeError(f"{value}: give numbers of 2 or more")
     return list(dict.fromkeys(numbers))
-
-
-def _seconds(value: str) -> float:
-    seconds = float(value)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number of seconds")
-    return seconds
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import wire
 from forecaster import Forecast
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from options import PICTURES, check_picture, rate, seconds
 from predict import cluster_of, gigabits
 from processes import Ranks
 from systems import OURS, SYSTEMS
@@ -203,16 +204,15 @@ def _total(spans: Spans) -> float:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture: .png, .svg or .pdf")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"the picture ({', '.join(PICTURES)})")
     parser.add_argument("--peers", type=_peers, default=PEERS, metavar="NAME,...", help=f"({','.join(PEERS)})")
-    parser.add_argument("--wire", type=_rate, default="2gbit", metavar="RATE", help="(%(default)s)")
+    parser.add_argument("--wire", type=rate, default="2gbit", metavar="RATE", help="(%(default)s)")
     parser.add_argument("--model", choices=DENSE, default="28M", help="(%(default)s)")
     parser.add_argument("--policy", type=Policy, choices=[Policy.RESHARD, Policy.KEEP], default=Policy.RESHARD)
     parser.add_argument("--seq", type=int, default=64, help="tokens of a rank (%(default)s)")
-    parser.add_argument("--deadline", type=float, default=900.0, metavar="S", help="of any one order (%(default)s)")
+    parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one order (%(default)s)")
     args = parser.parse_args()
-    if not args.out.absolute().parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    check_picture(parser, "--out", args.out)
     return args
 
 
@@ -220,12 +220,6 @@ def _peers(value: str) -> tuple[str, ...]:
     if unknown := [name for name in value.split(",") if name not in SYSTEMS or name == OURS]:
         raise argparse.ArgumentTypeError(f"no peer {', '.join(unknown)}; there are {', '.join(set(SYSTEMS) - {OURS})}")
     return tuple(dict.fromkeys(value.split(",")))
-
-
-def _rate(value: str) -> str:
-    if not wire.is_rate(value):
-        raise argparse.ArgumentTypeError(f"{value} is not a rate in bits per second, as 2gbit or 500mbit")
-    return value
 
 
 if __name__ == "__main__":

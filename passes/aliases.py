@@ -16,7 +16,7 @@ _UNDECLARED_VIEWS = (_aten._unsafe_view.default, _aten.reshape.default)
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node only gives another shape to memory it does not read."""
-    return viewed(node) is not None and not written_by(node)
+    return _viewed(node) is not None and not written_by(node)
 
 
 def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -24,8 +24,7 @@ def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
 
     A node that communication memory is marked at is a base, though it may be a view of a slot.
     """
-    aliased = None if "vescale" in node.meta else viewed(node)
-    return bases[aliased] if aliased is not None else node
+    return node if "vescale" in node.meta else _base(node, bases)
 
 
 def bases_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -33,6 +32,14 @@ def bases_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     bases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         bases[node] = base_of(node, bases)
+    return bases
+
+
+def allocations_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every node, the one that its memory comes from: a slot, where it is part of one."""
+    bases: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        bases[node] = _base(node, bases)
     return bases
 
 
@@ -51,7 +58,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [arg for arg, written in _aliasing_arguments(node) if written]
 
 
-def viewed(node: fx.Node) -> fx.Node | None:
+def _viewed(node: fx.Node) -> fx.Node | None:
     """The argument that the node's result is a view of, or is."""
     if node.target is getitem:
         source = node.args[0]
@@ -63,6 +70,11 @@ def viewed(node: fx.Node) -> fx.Node | None:
         if returns and returns[0].alias_info is not None:
             return next((arg for arg, _ in _aliasing_arguments(node)), None)
     return None
+
+
+def _base(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
+    aliased = _viewed(node)
+    return bases[aliased] if aliased is not None else node
 
 
 def _aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:

@@ -47,7 +47,8 @@ def nbytes_of(node: fx.Node) -> int:
     )
 
 
-def allocate(graph: fx.Graph, numel: int, *, like: Tensor, mark: object) -> fx.Node:
-    """Inserts an uninitialized buffer of ``numel`` elements, of the dtype and device of ``like``."""
+def allocate(graph: fx.Graph, numel: int, *, like: Tensor, mark: object, dtype: torch.dtype | None = None) -> fx.Node:
+    """Inserts an uninitialized buffer of ``numel`` elements, of the device and, if none is given, dtype of ``like``."""
     size = [numel]
-    return call(graph, torch.ops.aten.empty.memory_format, size, dtype=like.dtype, device=like.device, mark=mark)
+    dtype = dtype or like.dtype
+    return call(graph, torch.ops.aten.empty.memory_format, size, dtype=dtype, device=like.device, mark=mark)

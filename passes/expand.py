@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..runtime import crossing, ops, quantized_ops
 from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Lowering, Part, Role, Use
@@ -83,7 +83,8 @@ def _expand_quantized_gather(node: fx.Node, context: CompileContext) -> None:
     compiled = context.lowering is Lowering.INDUCTOR
     launch, wait = (Comm(ALL_GATHER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
     with graph.inserting_before(node):
-        packed = _allocate_packed(graph, context.units[unit].comm.packed_bytes, value, Buffer(Use.PACKED, unit))
+        nbytes = context.units[unit].comm.packed_bytes
+        packed = allocate(graph, nbytes, like=value, dtype=torch.uint8, mark=Buffer(Use.PACKED, unit))
         call(
             graph, quantized_ops.start_all_gather_quantized, shard, packed, unit, group, packing, compiled, mark=launch
         )
@@ -104,13 +105,10 @@ def _expand_quantized_reduction(node: fx.Node, context: CompileContext) -> None:
     start, finish = quantized_ops.start_reduce_scatter_quantized, quantized_ops.wait_reduce_scatter_quantized
     with graph.inserting_before(node):
         shard = allocate(graph, value.numel(), like=value, mark=Buffer(Use.REDUCED, unit))
-        sent, received = (_allocate_packed(graph, nbytes, value, Buffer(Use.SCRATCH, unit)) for _ in range(2))
+        sent, received = (
+            allocate(graph, nbytes, like=value, dtype=torch.uint8, mark=Buffer(Use.SCRATCH, unit)) for _ in range(2)
+        )
         call(graph, start, full, shard, sent, received, unit, group, packing, rounding, compiled, mark=launch)
         call(graph, finish, shard, sent, received, unit, group, replicas, packing, compiled, mark=wait)
     node.replace_all_uses_with(shard)
     graph.erase_node(node)
-
-
-def _allocate_packed(graph: fx.Graph, nbytes: int, like: Tensor, mark: Buffer) -> fx.Node:
-    size = [nbytes]
-    return call(graph, torch.ops.aten.empty.memory_format, size, dtype=torch.uint8, device=like.device, mark=mark)

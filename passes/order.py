@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..torch_internals import generates_code_for
-from .aliases import is_view, viewed, written_by
+from .aliases import allocations_of, is_view, written_by
 from .context import Role, buffer_of, comm_of
 
 Pairs = list[tuple[fx.Node, fx.Node]]
@@ -30,12 +30,10 @@ def ordered_nodes(graph: fx.Graph) -> Pairs:
 
 def _reads_before_writes(graph: fx.Graph) -> Pairs:
     """Generated readers of a slot, each with the operators that write it later."""
-    memory: dict[fx.Node, fx.Node] = {}
+    memory = allocations_of(graph)
     readers: dict[fx.Node, list[fx.Node]] = {}
     pairs: Pairs = []
     for node in graph.nodes:
-        source = viewed(node)
-        memory[node] = memory[source] if source is not None else node
         if node.op != "call_function" or is_view(node):
             continue
         touched = {memory[arg] for arg in node.all_input_nodes if memory[arg].op == "placeholder"}

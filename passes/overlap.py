@@ -11,8 +11,19 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..runtime.pool import pooled_bytes
-from ..schedule import BudgetError, Launch, Run, Schedule, Scheduled, TaskGraph, find_schedule, least_peak, simulate
+from ..runtime.pool import SlotSpec, pooled_bytes
+from ..schedule import (
+    BudgetError,
+    Launch,
+    Run,
+    Schedule,
+    Scheduled,
+    TaskGraph,
+    check_budget,
+    find_schedule,
+    least_peak,
+    simulate,
+)
 from .agreed import agreed_schedule
 from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
@@ -34,7 +45,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
         return
     others = [need for part, need in context.needs.items() if part is not context.part]
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
-    fullest = max([_own_peak(gm.graph, context), *(other.peak for other in others)])
+    fullest = max([_taken(gm.graph, context)[1], *(other.peak for other in others)])
     tasks = task_graph(gm.graph, context, collectives, segments, context.shard_bytes + fullest)
     found = _schedule(tasks, gm.graph, context, collectives, segments, others)
     schedule = agreed_schedule(found.schedule, tasks, context)
@@ -43,9 +54,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
         _place_carried(gm.graph)
         found = Scheduled(schedule, simulate(tasks, schedule), found.bound)
     context.predictions[context.part] = predict(tasks, found)
-    context.needs[context.part] = Need(
-        slots_for(lifetimes(gm.graph)), _own_peak(gm.graph, context), least_peak(tasks) + room_ahead(tasks)
-    )
+    context.needs[context.part] = Need(*_taken(gm.graph, context), least_peak(tasks) + room_ahead(tasks))
 
 
 def _schedule(
@@ -57,24 +66,27 @@ def _schedule(
     others: Sequence[Need],
 ) -> Scheduled:
     """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large: while they
-    exceed the budget, the schedule gets less."""
+    exceed the budget, the schedule gets less. And tasks hold the scratch of a reduction for as long as its gradients,
+    where slots hold it while it runs: what fits in no schedule may fit as it is laid out."""
     assert context.part is not None
     least = least_peak(tasks)
     budget = context.memory_budget
     if budget is None:
         budget = max([least + room_ahead(tasks), *(other.allowance for other in others)])
-    limit = budget
+    limit = max(budget, least)
     for _ in range(_ATTEMPTS):
-        try:
-            found = find_schedule(tasks, limit)
-        except BudgetError as error:
-            fail(context, None, f"{context.part.value}: {error}")
+        found = find_schedule(tasks, limit)
         _move(graph, found.schedule, collectives, segments)
         _place_carried(graph)
         excess = _planned_bytes(graph, context, others) - budget
         if excess <= 0 or limit == least:
             break
         limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
+    if excess > 0:
+        try:
+            check_budget(tasks, budget)
+        except BudgetError as error:
+            fail(context, None, f"{context.part.value}: {error}")
     return found
 
 
@@ -92,12 +104,15 @@ def _place_carried(graph: fx.Graph) -> None:
 
 def _planned_bytes(graph: fx.Graph, context: CompileContext, others: Sequence[Need]) -> int:
     """What a step will take: slots of all its graphs, and the fullest moment of any."""
-    slots = pooled_bytes([*(other.slots for other in others), slots_for(lifetimes(graph))])
-    return context.shard_bytes + slots + max([_own_peak(graph, context), *(other.peak for other in others)])
+    slots, peak = _taken(graph, context)
+    pooled = pooled_bytes([*(other.slots for other in others), slots])
+    return context.shard_bytes + pooled + max([peak, *(other.peak for other in others)])
 
 
-def _own_peak(graph: fx.Graph, context: CompileContext) -> int:
-    return peak_of(graph, context, {buffer.node for buffer in lifetimes(graph)}).nbytes
+def _taken(graph: fx.Graph, context: CompileContext) -> tuple[tuple[SlotSpec, ...], int]:
+    """The graph's slots, and the bytes of its fullest moment outside them."""
+    buffers = lifetimes(graph)
+    return slots_for(buffers), peak_of(graph, context, {buffer.node for buffer in buffers}).nbytes
 
 
 def room_ahead(tasks: TaskGraph) -> int:

@@ -43,30 +43,26 @@ def retain(
         The forward and the backward.
     """
     budget = context.memory_budget
-    first = gm if budget is None else copied(gm)
-    mark(first)
-    halves = cut(first)
-    step = survey(halves, context)
-    if budget is not None:
-        kept = _worth_keeping(step, budget)
-        while kept:
-            context.kept = frozenset(kept)
-            again = copied(gm)
-            mark(again)
-            with_kept = cut(again)
-            after = survey(with_kept, context)
-            if after.planned() <= budget:
-                halves, step = with_kept, after
-                break
-            kept = kept[:-1]  # the partitioner saved more than the parameters, a cast of them, say
-            context.kept = frozenset()
-    own = context.kept
-    context.kept, context.carried = agreed_units(own, _to_carry(step, context), context)
-    if context.kept != own:
-        again = copied(gm)
-        mark(again)
-        halves = cut(again)
-        step = survey(halves, context)
+
+    def cut_keeping(kept: Sequence[int]) -> tuple[Halves, Step]:
+        context.kept = frozenset(kept)
+        joint = gm if budget is None else copied(gm)
+        mark(joint)
+        halves = cut(joint)
+        return halves, survey(halves, context)
+
+    halves, step = cut_keeping(())
+    own: Sequence[int] = () if budget is None else _worth_keeping(step, budget)
+    while own:
+        with_kept, after = cut_keeping(own)
+        if budget is None or after.planned() <= budget:
+            halves, step = with_kept, after
+            break
+        own = own[:-1]  # the partitioner saved more than the parameters, a cast of them, say
+    context.kept = frozenset(own)
+    kept, context.carried = agreed_units(context.kept, _to_carry(step, context), context)
+    if kept != context.kept:
+        halves, step = cut_keeping(sorted(kept))
     context.needs = step.needs(context.carried)
     return halves
 

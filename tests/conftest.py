@@ -6,7 +6,8 @@ import pytest
 import ranks
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_ranks_left_behind() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_of_their_own() -> Iterator[None]:
+    """Ranks are shared by the tests of one file: what one file leaves in a process, no other sees."""
     yield
     ranks.shut_down()

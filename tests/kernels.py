@@ -1,10 +1,11 @@
-"""Counts what runs on the local tensors of sharded ones."""
+"""Counts what runs on the local tensors of sharded ones, and what is allocated."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_compile as vc
@@ -27,3 +28,13 @@ class Kernels(TorchDispatchMode):
     def over(self, *names: str) -> int:
         """Tensors that operators of these names ran over: as many kernels, where lists are not fused."""
         return sum(tensors for name, tensors in self.ran if name in names)
+
+
+def most_allocated(trace: profile) -> int:
+    """How far a profiled step's allocations rose above where they stood at its start, in bytes."""
+    live = most = 0
+    for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most

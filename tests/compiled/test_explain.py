@@ -3,6 +3,7 @@
 import models
 import pytest
 import torch
+from kernels import most_allocated
 from ranks import fake_world, on_ranks
 from torch.profiler import ProfilerActivity, profile
 
@@ -70,13 +71,8 @@ def test_the_peak_is_that_of_a_real_step(reshard):
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         call(*data).backward()
-    live = most = 0
-    for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
     estimated = max(part.peak.nbytes for part in report.graphs[0].parts.values())
-    assert estimated == pytest.approx(most, rel=0.1)
+    assert estimated == pytest.approx(most_allocated(trace), rel=0.1)
 
 
 def test_sizes_that_are_symbols_count_as_at_capture():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import models
 import pytest
 import torch
+from kernels import most_allocated
 from ranks import fake_world, on_ranks
 from torch.profiler import ProfilerActivity, profile
 
@@ -109,10 +110,6 @@ def test_a_real_step_takes_what_the_budget_allows():
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         call(*data).backward()
-    live = most = 0
-    for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
+    most = most_allocated(trace)
     assert max(part.peak.nbytes for part in graph.parts.values()) == pytest.approx(most, rel=0.1)
     assert graph.shard_bytes + graph.slot_bytes + most <= 1.1 * budget

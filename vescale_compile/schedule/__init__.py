@@ -5,7 +5,7 @@ what it does. Nothing here knows of PyTorch.
 """
 
 from vescale_compile.schedule.bound import Bound, lower_bound
-from vescale_compile.schedule.budget import BudgetError, least_peak
+from vescale_compile.schedule.budget import BudgetError, check_budget, least_peak
 from vescale_compile.schedule.exhaustive import best_schedule
 from vescale_compile.schedule.graph import Compute, TaskGraph, Transfer
 from vescale_compile.schedule.machine import ScheduleError
@@ -30,6 +30,7 @@ __all__ = [
     "TransferSpan",
     "Wait",
     "best_schedule",
+    "check_budget",
     "find_schedule",
     "least_peak",
     "lower_bound",
