@@ -23,6 +23,7 @@ from ..schedule import (
     find_schedule,
     least_peak,
     simulate,
+    synchronous_schedule,
 )
 from .agreed import agreed_schedule
 from .assign import lifetimes, slots_for
@@ -67,27 +68,39 @@ def _schedule(
 ) -> Scheduled:
     """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large: while they
     exceed the budget, the schedule gets less. And tasks hold the scratch of a reduction for as long as its gradients,
-    where slots hold it while it runs: what fits in no schedule may fit as it is laid out."""
+    where slots hold it while it runs: what fits in no schedule may fit if nothing overlaps."""
     assert context.part is not None
     least = least_peak(tasks)
     budget = context.memory_budget
     if budget is None:
         budget = max([least + room_ahead(tasks), *(other.allowance for other in others)])
+
+    def excess_of(found: Scheduled) -> int:
+        _move(graph, found.schedule, collectives, segments)
+        _place_carried(graph)
+        return _planned_bytes(graph, context, others) - budget
+
     limit = max(budget, least)
     for _ in range(_ATTEMPTS):
         found = find_schedule(tasks, limit)
-        _move(graph, found.schedule, collectives, segments)
-        _place_carried(graph)
-        excess = _planned_bytes(graph, context, others) - budget
+        excess = excess_of(found)
         if excess <= 0 or limit == least:
             break
         limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
-    if excess > 0:
-        try:
-            check_budget(tasks, budget)
-        except BudgetError as error:
-            fail(context, None, f"{context.part.value}: {error}")
+    if excess > 0 and context.memory_budget is not None:
+        found = synchronous_schedule(tasks)
+        if excess_of(found) > 0:
+            _refuse(tasks, context)
     return found
+
+
+def _refuse(tasks: TaskGraph, context: CompileContext) -> None:
+    """Fails if tasks know what is too large for the budget; the report of the whole step knows the rest."""
+    assert context.part is not None and context.memory_budget is not None
+    try:
+        check_budget(tasks, context.memory_budget)
+    except BudgetError as error:
+        fail(context, None, f"{context.part.value}: {error}")
 
 
 def _place_carried(graph: fx.Graph) -> None:

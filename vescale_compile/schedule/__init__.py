@@ -10,7 +10,7 @@ from vescale_compile.schedule.exhaustive import best_schedule
 from vescale_compile.schedule.graph import Compute, TaskGraph, Transfer
 from vescale_compile.schedule.machine import ScheduleError
 from vescale_compile.schedule.program import Instruction, Launch, Placement, Run, Schedule, Wait
-from vescale_compile.schedule.search import Scheduled, find_schedule
+from vescale_compile.schedule.search import Scheduled, find_schedule, synchronous_schedule
 from vescale_compile.schedule.simulate import Timeline, TransferSpan, simulate
 
 __all__ = [
@@ -35,4 +35,5 @@ __all__ = [
     "least_peak",
     "lower_bound",
     "simulate",
+    "synchronous_schedule",
 ]

@@ -15,7 +15,7 @@ from vescale_compile.schedule.bound import Bound, lower_bound
 from vescale_compile.schedule.budget import check_budget, least_peak
 from vescale_compile.schedule.coarsen import coarsen
 from vescale_compile.schedule.graph import TaskGraph
-from vescale_compile.schedule.jobs import Grouping, synchronous
+from vescale_compile.schedule.jobs import Grouping, make_jobs, synchronous
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.listing import Frame, list_schedule
 from vescale_compile.schedule.machine import Machine
@@ -74,6 +74,14 @@ def find_schedule(graph: TaskGraph, memory_budget: int | None = None, *, toleran
         machine = _Search(coarse.graph, memory_budget, 0.0).best
     schedule = coarse.expand(Schedule(tuple(machine.instructions), machine.lifetimes.kept))
     return Scheduled(schedule, simulate(graph, schedule), lower_bound(graph, memory_budget))
+
+
+def synchronous_schedule(graph: TaskGraph) -> Scheduled:
+    """The schedule that overlaps nothing, in which each collective is waited for as soon as it is launched."""
+    lifetimes = Lifetimes(graph)
+    machine, _ = synchronous(lifetimes, make_jobs(lifetimes, ()))
+    schedule = Schedule(tuple(machine.instructions))
+    return Scheduled(schedule, simulate(graph, schedule), lower_bound(graph, None))
 
 
 def _frugal(graph: TaskGraph, tolerance: float) -> Machine:
