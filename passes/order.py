@@ -29,23 +29,32 @@ def ordered_nodes(graph: fx.Graph) -> Pairs:
 
 
 def _reads_before_writes(graph: fx.Graph) -> Pairs:
-    """Generated readers of a slot, each with the operators that write it later."""
-    memory = allocations_of(graph)
+    """Generated readers of a slot, each with the operators that write it later.
+
+    Generated kernels that write gradients into a slot share it with operators that write other gradients: they are
+    kept before the reduction only.
+    """
+    slots = allocations_of(graph)
     readers: dict[fx.Node, list[fx.Node]] = {}
+    writers: dict[fx.Node, list[fx.Node]] = {}
     pairs: Pairs = []
     for node in graph.nodes:
         if node.op != "call_function" or is_view(node):
             continue
-        touched = {memory[arg] for arg in node.all_input_nodes if memory[arg].op == "placeholder"}
+        touched = {slots[arg] for arg in node.all_input_nodes if slots[arg].op == "placeholder"}
+        written = {slots[arg] for arg in written_by(node)} & touched
         comm = comm_of(node)
         if comm is None and not _is_library_call(node):
             for slot in touched:
-                readers.setdefault(slot, []).append(node)
+                (writers if slot in written else readers).setdefault(slot, []).append(node)
             continue
-        for slot in touched & {memory[arg] for arg in written_by(node)}:
+        for slot in written:
             pairs += [(reader, node) for reader in readers.get(slot, ())]
+            if comm is not None:
+                pairs += [(writer, node) for writer in writers.get(slot, ())]
             if comm is not None and comm.role is Role.LAUNCH:
-                readers[slot] = []  # what comes after this launch comes after them
+                for earlier in (readers, writers):
+                    earlier.pop(slot, None)  # what comes after this launch comes after them
     return pairs
 
 

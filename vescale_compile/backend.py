@@ -26,6 +26,7 @@ from .runtime.agreement import agree_on_buffers
 from .runtime.pool import SlotSpec, with_fresh_slots, with_slots
 from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
+from .shared_lowering import lowered_once
 from .torch_internals import (
     Cut,
     Halves,
@@ -87,7 +88,7 @@ def vescale(
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
     add_slots = functools.partial(with_slots, registered=registered) if generate_code else with_fresh_slots
     if captured.context.lowering is Lowering.INDUCTOR:
-        run = _lower_inductor(captured, inputs, dump, add_slots, generate_code)
+        run = _lower_inductor(captured, inputs, dump, add_slots, generate_code, read.deadline)
     else:
         run = _lower_eager(captured, inputs, dump, add_slots)
     check_agreement(captured, read.deadline)
@@ -103,7 +104,12 @@ def _flat_examples(context: CompileContext) -> list[Any]:
 
 
 def _lower_inductor(
-    captured: Capture, inputs: Sequence[Any], dump: GraphDump, add_slots: Callable[..., Any], generate_code: bool
+    captured: Capture,
+    inputs: Sequence[Any],
+    dump: GraphDump,
+    add_slots: Callable[..., Any],
+    generate_code: bool,
+    deadline: float,
 ) -> Callable[..., Any]:
     context = captured.context  # not the capture: what is compiled must not keep the model's buffers
 
@@ -115,7 +121,8 @@ def _lower_inductor(
             return add_slots(run_boxed(gm), slots)
         forget_mutation_regions(gm.graph)
         examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
-        return add_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
+        with lowered_once(gm, [*inputs, *examples], deadline):
+            return add_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
 
     return inductor_compile(
         captured.gm,

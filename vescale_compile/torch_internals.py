@@ -223,6 +223,11 @@ def out_variant(target: OpOverload) -> OpOverload | None:
     return None
 
 
+def caches_generated_code() -> bool:
+    """Whether Inductor finds the code of a graph that another process has compiled."""
+    return torch._inductor.config.fx_graph_cache and not torch._inductor.config.force_disable_caches
+
+
 def inductor_cache_folder() -> str:
     """Where Inductor keeps what it has compiled: ``TORCHINDUCTOR_CACHE_DIR``, or a folder that it chooses. Makes it."""
     return _cache_dir()
