@@ -99,8 +99,8 @@ def run_stage(
     for each in passes:
         each.run(gm, context)
         gm.graph.lint()
-        gm.recompile()
         observe(f"after {each.name}", gm)
+    gm.recompile()
 
 
 def summarize(graph: fx.Graph, context: CompileContext) -> Summary:
