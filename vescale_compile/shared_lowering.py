@@ -24,24 +24,30 @@ def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], deadline: float) -> 
     """Inside it this process alone, of those with this cache folder, lowers the graph ``gm``.
 
     A process that dies gives way to the next. One that takes longer than ``deadline`` seconds is not waited for: the
-    graph is then lowered beside it, which is only slower. Ranks on different devices, whose code differs, don't wait
-    for one another, and nobody does where Inductor's cache is off.
+    graph is then lowered beside it, which is only slower. Nobody waits where the graph has been lowered before, or
+    where Inductor's cache is off; and ranks on different devices, whose code differs, don't wait for one another.
     """
     if not caches_generated_code():
         yield
         return
-    lock = filelock.FileLock(_lock_file(gm, inputs))
-    with contextlib.suppress(filelock.Timeout):
-        lock.acquire(timeout=deadline)
+    lowered = _record_of(gm, inputs)
+    lock = filelock.FileLock(lowered.with_suffix(".lock"))
+    if not lowered.exists():
+        with contextlib.suppress(filelock.Timeout):
+            lock.acquire(timeout=deadline)
+    if lowered.exists():
+        lock.release()  # what is in the cache, all may read at once
     try:
         yield
+        lowered.touch()
     finally:
         lock.release()
 
 
-def _lock_file(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path:
+def _record_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path:
+    """The file that is there once the graph has been lowered."""
     tensors = [(each.device, each.dtype, each.shape) for each in inputs if isinstance(each, torch.Tensor)]
-    digest = hashlib.sha256(repr((gm.code, tensors)).encode()).hexdigest()
-    folder = Path(inductor_cache_folder(), "vescale_locks")
+    digest = hashlib.sha256(repr((torch.__version__, gm.code, tensors)).encode()).hexdigest()
+    folder = Path(inductor_cache_folder(), "vescale_lowered")
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{digest}.lock"
+    return folder / digest

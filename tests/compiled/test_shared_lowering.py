@@ -1,6 +1,7 @@
 """Ranks of one host lower a graph once, and find it in Inductor's cache after that."""
 
 import random
+import time
 
 import filelock
 import models
@@ -12,12 +13,18 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import vescale_compile as vc
-from vescale_compile.shared_lowering import _lock_file, lowered_once
+from vescale_compile.shared_lowering import _record_of, lowered_once
 
 
 @pytest.fixture
-def graph() -> torch.fx.GraphModule:
+def graph(tmp_path, monkeypatch) -> torch.fx.GraphModule:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+
+
+def held(graph: torch.fx.GraphModule) -> filelock.FileLock:
+    """The lock of another process."""
+    return filelock.FileLock(_record_of(graph, []).with_suffix(".lock"))
 
 
 class Unheard(models.Uneven):
@@ -44,11 +51,27 @@ def test_two_ranks_lower_each_graph_once():
     assert counted.tolist() == [2, 2]  # a forward and a backward
 
 
-def test_a_lock_that_nobody_lets_go_of_is_waited_for_until_the_deadline(graph):
-    with filelock.FileLock(_lock_file(graph, [])), lowered_once(graph, [], deadline=0.1):
+def test_a_process_that_is_lowering_is_waited_for_until_the_deadline(graph):
+    start = time.monotonic()
+    with held(graph), lowered_once(graph, [], deadline=0.2):
+        assert time.monotonic() - start >= 0.2
+
+
+def test_nobody_is_waited_for_once_the_graph_has_been_lowered(graph):
+    with lowered_once(graph, [], deadline=60):
+        pass
+    with held(graph), lowered_once(graph, [], deadline=60):
         pass
 
 
-def test_graphs_of_other_devices_are_not_waited_for(graph):
-    here, there = (_lock_file(graph, [torch.empty(2, device=device)]) for device in ("cpu", "meta"))
+def test_a_graph_that_could_not_be_lowered_counts_as_one_that_was_not(graph):
+    with pytest.raises(RuntimeError, match="no compiler"), lowered_once(graph, [], deadline=60):
+        raise RuntimeError("no compiler")
+    assert not _record_of(graph, []).exists()
+    with held(graph).acquire(timeout=0):
+        pass
+
+
+def test_graphs_of_other_devices_are_other_graphs(graph):
+    here, there = (_record_of(graph, [torch.empty(2, device=device)]) for device in ("cpu", "meta"))
     assert here != there
