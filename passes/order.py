@@ -23,6 +23,7 @@ def ordered_nodes(graph: fx.Graph) -> Pairs:
     """Pairs of nodes, the second of which must come after the first."""
     kept = [node for node in graph.nodes if comm_of(node) is not None or _is_library_call(node)]
     pairs = [(a, b) for a, b in pairwise(kept) if comm_of(a) is not None or comm_of(b) is not None]
+    pairs += pairwise(node for node in kept if comm_of(node) is not None)
     if kept and comm_of(kept[0]) is not None:
         pairs.insert(0, (kept[0].all_input_nodes[0], kept[0]))
     return pairs + _reads_before_writes(graph)

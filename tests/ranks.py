@@ -51,6 +51,7 @@ _context.set_forkserver_preload(
     [
         *("vescale_compile", "vescale_compile.sharding", "vescale_compile.backend"),
         *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "pytest"),
+        "first_compilation",
     ]
 )
 
