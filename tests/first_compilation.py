@@ -1,0 +1,27 @@
+"""Imported by the server that ranks are forked from: what a first compilation sets up, they inherit.
+
+Inductor looks for the processor's vector instructions and traces hundreds of patterns, PyTorch fills caches of shapes:
+seconds, in each rank of each file.
+"""
+
+import gc
+
+import torch
+import torch._inductor.config
+from ranks import fake_world
+
+import vescale_compile as vc
+from vescale_compile.examples.llama import Llama, LlamaConfig
+
+
+def compile_one() -> None:
+    model = vc.fully_shard(Llama(LlamaConfig(vocab_size=16, dim=16, layers=1, heads=2, kv_heads=1)))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    torch.compile(model, backend="vescale")(tokens, tokens).backward()
+
+
+# Threads and pools of compilers would not survive the fork.
+with fake_world(2), torch._inductor.config.patch(compile_threads=1):
+    compile_one()
+torch._dynamo.reset()
+gc.collect()
