@@ -60,7 +60,7 @@ def between() -> int:
 def test_the_backward_gathers_less_the_larger_the_budget_which_is_never_exceeded():
     with fake_world(2):
         least, most = least_budget(), explained(None, reshard=False).peak_bytes
-        budgets = [least + (most - least) * eighth // 8 for eighth in range(0, 10, 2)]
+        budgets = [least + (most - least) * eighth // 8 for eighth in (0, 2, 4, 6, 9)]
         graphs = [explained(budget) for budget in budgets]
     again = [gathers(graph, Part.BACKWARD) for graph in graphs]
     assert again == sorted(again, reverse=True)
