@@ -2,7 +2,7 @@
 
 Two hosts with a wire between them (see wire.py), as root. Each system has two lanes on one time axis:
 
-- computation: leaf operators and generated kernels of the main thread in PyTorch's profiler, without launches of
+- computation: operators and generated kernels of the main thread in PyTorch's profiler, without launches of
   collectives and waits for them. What a system copies around its collectives is in it.
 - the wire: when the host's interface sent or received. Gloo moves data on threads of its own, which the profiler does
   not see alike for all systems; so a thread beside the ranks reads the interface's counters every few milliseconds.

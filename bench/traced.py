@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from worker import Trainer
 
 _STEP = "one training step"
-_COMMUNICATION = ("c10d::", "_c10d_functional", "vescale::start_", "vescale::wait_", "vescale::wait", "gloo:", "FSDP::")
+_COMMUNICATION = ("c10d::", "_c10d_functional", "vescale::start_", "vescale::wait", "FSDP::")
+_COMPUTATION = ("aten::", "vescale::matmul_into")  # beside generated kernels
 
 
 class Trace(NamedTuple):
@@ -61,12 +62,23 @@ def _traced(trainer: Trainer) -> Trace:
     spans = [
         ((event.time_range.start - zero) / 1e6, (event.time_range.end - zero) / 1e6)
         for event in events
-        if not event.cpu_children
+        if (event.name.startswith(_COMPUTATION) or "cpp_fused" in event.name)
         and event.thread == step.thread
         and zero <= event.time_range.start <= end
         and not _communicates(event)
     ]
-    return Trace(start, stop, sorted(spans))
+    return Trace(start, stop, _merged(spans))
+
+
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans that lie in others, as an operator does in the one that calls it, count once."""
+    merged: list[tuple[float, float]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def _communicates(event: Any) -> bool:
