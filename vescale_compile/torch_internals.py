@@ -199,6 +199,14 @@ class KeptOrder(CustomGraphPass):
         return get_hash_for_files((inspect.getfile(self._pairs),), extra=type(self).__qualname__)
 
 
+def keeps_order() -> bool:
+    """Whether Inductor can be made to keep the order of operators that have no result, as launches and waits are.
+
+    PyTorch 2.11 fails on one that is pinned behind another node, 2.12 leaves the pins out.
+    """
+    return torch.__version__ >= "2.13"
+
+
 _EXTERN_KERNELS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"})
 
 
