@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,8 +87,20 @@ def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
     formula = formulas.get(_LIKE.get(packet, packet))
     if formula is None:
         return 0
+    if "scaled_dot_product" in packet.__name__:
+        args = _with_all_heads(args)
     count = size_hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
     return count // 2 if _argument(node, "is_causal") else count
+
+
+def _with_all_heads(args: Sequence[Any]) -> list[Any]:
+    """An attention's arguments, keys and values with as many heads as queries: older formulas know no grouped queries."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]
+    heads = max((tensor.shape[1] for tensor in tensors), default=1)
+    return [
+        arg[:, :1].expand(-1, heads, -1, -1) if any(arg is each for each in tensors) and arg.shape[1] != heads else arg
+        for arg in args
+    ]
 
 
 def operator_key(node: fx.Node) -> str:
