@@ -94,7 +94,7 @@ def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
 
 
 def _with_all_heads(args: Sequence[Any]) -> list[Any]:
-    """An attention's arguments with as many heads for keys and values as queries have: older formulas know no others."""
+    """An attention's arguments, with as many heads for keys and values as for queries: older formulas want that."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]
     heads = max((tensor.shape[1] for tensor in tensors), default=1)
     return [
