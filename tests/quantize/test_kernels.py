@@ -57,9 +57,8 @@ def test_a_rank_computes_its_own_part_of_the_whole(quantizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", [Kernels.RECTANGLES, Kernels.TABLES])
-@pytest.mark.parametrize(
-    ("quantizer", "dtype"), [*((each, torch.float32) for each in FORMATS), (FORMATS[0], torch.bfloat16)], ids=repr
-)
+@pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
     packing, buffer = packed_form(quantizer, dtype)
     found = []
