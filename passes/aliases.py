@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import getitem
 
 import torch
@@ -24,23 +24,17 @@ def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
 
     A node that communication memory is marked at is a base, though it may be a view of a slot.
     """
-    return node if "vescale" in node.meta else _base(node, bases)
+    return node if "vescale" in node.meta else _allocation_of(node, bases)
 
 
 def bases_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """:func:`base_of` for every node."""
-    bases: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        bases[node] = base_of(node, bases)
-    return bases
+    return _for_every_node(graph, base_of)
 
 
 def allocations_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For every node, the one that its memory comes from: a slot, where it is part of one."""
-    bases: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        bases[node] = _base(node, bases)
-    return bases
+    return _for_every_node(graph, _allocation_of)
 
 
 def touches_of(graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -72,9 +66,19 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _base(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
+def _allocation_of(node: fx.Node, found: dict[fx.Node, fx.Node]) -> fx.Node:
     aliased = _viewed(node)
-    return bases[aliased] if aliased is not None else node
+    return found[aliased] if aliased is not None else node
+
+
+def _for_every_node(
+    graph: fx.Graph, find: Callable[[fx.Node, dict[fx.Node, fx.Node]], fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """What ``find`` makes of each node, given what it made of those before."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        found[node] = find(node, found)
+    return found
 
 
 def _aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:

@@ -6,8 +6,8 @@
     def test_full_tensor(): ...
 
 Functions are called after ``init_process_group``, with the seed reset. Worlds are started once for each
-size and kept; one in which a rank raised, died or ran past the deadline is shut down, after every rank's
-Python stack has been collected.
+size and kept until :func:`shut_down`, which ends each file of tests; one in which a rank raised, died or ran past the
+deadline is shut down at once, after every rank's Python stack has been collected.
 """
 
 from __future__ import annotations

@@ -129,9 +129,10 @@ def _lower_inductor(
         if not generate_code:
             return add_slots(run_boxed(gm), slots)
         forget_mutation_regions(gm.graph)
-        examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(inputs) :]]
-        with lowered_once(gm, [*inputs, *examples], deadline):
-            return add_slots(inductor_compile_inner(gm, [*inputs, *examples], **kwargs), slots)
+        added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
+        examples = [*inputs, *(node.meta["val"] for node in added)]
+        with lowered_once(gm, examples, deadline):
+            return add_slots(inductor_compile_inner(gm, examples, **kwargs), slots)
 
     return inductor_compile(
         captured.gm,
