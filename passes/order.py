@@ -24,9 +24,14 @@ def ordered_nodes(graph: fx.Graph) -> Pairs:
     kept = [node for node in graph.nodes if comm_of(node) is not None or _is_library_call(node)]
     pairs = [(a, b) for a, b in pairwise(kept) if comm_of(a) is not None or comm_of(b) is not None]
     pairs += pairwise(node for node in kept if comm_of(node) is not None)
-    if kept and comm_of(kept[0]) is not None:
-        pairs.insert(0, (kept[0].all_input_nodes[0], kept[0]))
-    return pairs + _reads_before_writes(graph)
+    return _anchored(pairs + _reads_before_writes(graph))
+
+
+def _anchored(pairs: Pairs) -> Pairs:
+    """``pairs``, and one for each node without a result that comes first only: see KeptOrder."""
+    behind = {after for _, after in pairs}
+    loose = {before: None for before, _ in pairs if before.meta.get("val") is None and before not in behind}
+    return [(node.all_input_nodes[0], node) for node in loose] + pairs
 
 
 def _reads_before_writes(graph: fx.Graph) -> Pairs:

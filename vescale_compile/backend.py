@@ -19,6 +19,7 @@ from torch import fx
 from .capture import Capture, capture
 from .compiled import CompiledGraph, check_agreement
 from .dump import GraphDump
+from .inductor_order import KeptOrder
 from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
@@ -31,13 +32,11 @@ from .shared_lowering import lowered_once
 from .torch_internals import (
     Cut,
     Halves,
-    KeptOrder,
     WrappedPartitioner,
     aot_compile,
     forget_mutation_regions,
     inductor_compile,
     inductor_compile_inner,
-    keeps_order,
     run_boxed,
 )
 
@@ -70,8 +69,7 @@ def vescale(
         ValueError: an option that does not exist, or has an impossible value.
         GraphError: a graph that can't be compiled, or that breaks an invariant.
         RanksDisagree, RanksMissing: the ranks are not about to do the same collectives.
-        RuntimeError: Inductor is to lower the graph and is older than PyTorch 2.13, or ``registered_memory`` was asked
-            for where the process group has none.
+        RuntimeError: ``registered_memory`` was asked for where the process group has none.
     """
     if mode is not None:
         raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
@@ -79,12 +77,6 @@ def vescale(
     captured = capture(gm, example_inputs, read)
     if captured is None:
         return _compile_unsharded(gm, example_inputs, read, generate_code)
-    if captured.context.lowering is Lowering.INDUCTOR and generate_code and not keeps_order():
-        raise RuntimeError(
-            f"[rank {captured.context.rank}] vescale option lowering='inductor' needs PyTorch 2.13: Inductor of "
-            f"{torch.__version__} does not keep the order of collectives. Install torch 2.13, or give "
-            "options={'lowering': 'eager'}."
-        )
     agree_on_buffers(captured.buffers, deadline_s=read.deadline)
     registered = registering_group(captured.buffers) if read.registered_memory else None
     dump = GraphDump(captured.context.rank, on_graph)

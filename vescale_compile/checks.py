@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .cost import Cluster
 from .hardware import cluster_for
 from .options import read_options
-from .torch_internals import inductor_cache_folder, keeps_order
+from .torch_internals import inductor_cache_folder
 
 TRIED_PYTHONS = ((3, 11), (3, 12))
 TRIED_TORCHES = ((2, 11), (2, 12), (2, 13))
@@ -77,8 +77,6 @@ def python_version() -> Finding:
 def torch_version() -> Finding:
     version = torch.__version__
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if numbers in TRIED_TORCHES and not keeps_order():
-        return Finding("PyTorch", Verdict.NOTE, f"{version}, which runs lowering='eager' only", "use 2.13 for Inductor")
     if numbers in TRIED_TORCHES:
         return fine("PyTorch", version)
     return Finding("PyTorch", Verdict.NOTE, f"{version}, on which nothing was tried", f"use {_versions(TRIED_TORCHES)}")

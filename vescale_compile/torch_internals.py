@@ -1,13 +1,12 @@
 """The private PyTorch names that the compiler and the runtime use, in one place. Tried on torch 2.11.0 to 2.13.0.
 
-``ragged/dtensor.py`` names those that a subclass of DTensor needs. Each entry says why no public name does. When a
+``ragged/dtensor.py`` names those that a subclass of DTensor needs, ``inductor_order.py`` those that keep an order. Each entry says why no public name does. When a
 PyTorch release breaks something, it breaks here.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,8 +19,7 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import lowering as _lowering
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
@@ -30,7 +28,6 @@ from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils._ordered_set import OrderedSet
 
 CompiledGraph = Callable[..., Any]
 
@@ -176,35 +173,6 @@ def forget_mutation_regions(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         node.meta.pop("mutation_region_id", None)
-
-
-class KeptOrder(CustomGraphPass):
-    """The last pass on a graph that Inductor lowers: has the scheduler keep the order of some of its nodes.
-
-    ``pairs`` gives nodes, each with one that must come after it. Inductor's own scheduling of collectives pins its
-    order in this way; there is no public one.
-    """
-
-    def __init__(self, pairs: Callable[[fx.Graph], list[tuple[fx.Node, fx.Node]]]) -> None:
-        self._pairs = pairs
-
-    def __call__(self, graph: fx.Graph) -> None:
-        earlier: dict[fx.Node, OrderedSet[fx.Node]] = {}
-        for before, after in self._pairs(graph):
-            earlier.setdefault(after, OrderedSet()).add(before)
-        preserve_node_ordering(graph, earlier)
-
-    def uuid(self) -> bytes:
-        """Part of Inductor's cache key: code that was generated under another version's order must not be found."""
-        return get_hash_for_files((inspect.getfile(self._pairs),), extra=type(self).__qualname__)
-
-
-def keeps_order() -> bool:
-    """Whether Inductor can be made to keep the order of operators that have no result, as launches and waits are.
-
-    PyTorch 2.11 fails on one that is pinned behind another node, 2.12 leaves the pins out.
-    """
-    return torch.__version__ >= "2.13"
 
 
 _EXTERN_KERNELS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"})

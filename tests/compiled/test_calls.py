@@ -290,14 +290,3 @@ def test_a_mode_is_refused():
 def test_an_impossible_option_is_refused():
     with pytest.raises(Exception, match="choose one of inductor, eager"):
         torch.compile(nn.Linear(2, 2), backend="vescale", options={"lowering": "cpp"})(torch.ones(1, 2))
-
-
-def test_an_inductor_that_does_not_keep_the_order_of_collectives_is_refused(monkeypatch):
-    monkeypatch.setattr("vescale_compile.backend.keeps_order", lambda: False)
-    torch._dynamo.reset()
-    with fake_world(2):
-        model = vc.fully_shard(models.build(models.Uneven))
-        with pytest.raises(Exception, match=r"\[rank 0\] .*lowering='inductor' needs PyTorch 2.13.*'eager'"):
-            torch.compile(model, backend="vescale")(*models.batches(1, 11)[0])
-        torch._dynamo.reset()
-        torch.compile(model, backend="vescale", options={"lowering": "eager"})(*models.batches(1, 11)[0]).backward()

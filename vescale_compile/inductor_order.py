@@ -1,0 +1,91 @@
+"""How Inductor is made to keep the order of nodes. Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
+
+Inductor's own scheduling of collectives pins a node behind others with the operator ``control_deps``; there is no
+public way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
+
+_OPERATIONS = "vescale_operations"
+
+
+class KeptOrder(CustomGraphPass):
+    """The last pass on a graph that Inductor lowers: has the scheduler keep the order of some of its nodes.
+
+    ``pairs`` gives nodes, each with one that must come after it. A node without a result that another must follow has
+    to follow one itself: Inductor knows the operations of nodes like it from their pins.
+    """
+
+    def __init__(self, pairs: Callable[[fx.Graph], list[tuple[fx.Node, fx.Node]]]) -> None:
+        self._pairs = pairs
+
+    def __call__(self, graph: fx.Graph) -> None:
+        earlier: dict[fx.Node, OrderedSet[fx.Node]] = {}
+        for before, after in self._pairs(graph):
+            earlier.setdefault(after, OrderedSet()).add(before)
+        preserve_node_ordering(graph, earlier)
+
+    def uuid(self) -> bytes:
+        """Part of Inductor's cache key: code that was generated under another version's order must not be found."""
+        return get_hash_for_files((inspect.getfile(self._pairs), __file__), extra=type(self).__qualname__)
+
+
+def _lower_pinned(before: Sequence[Any], pinned: Any, *args: Any) -> Any:
+    """Lowers ``control_deps(before, pinned, *args)``, whether or not the nodes have results.
+
+    Before 2.13, Inductor's own lowering fails on a pinned node that has none, as launches and waits (2.11), or
+    leaves out the pins behind such a node (2.12).
+    """
+    graph = V.graph
+    names = [name for leaf in pytree.tree_leaves(before) if isinstance(leaf, ir.IRNode) for name in _realized(leaf)]
+    for node in graph.current_node.args[0]:
+        names += node.meta.get(_OPERATIONS, ())
+    known = len(graph.operations)
+    result = _lower_nodes(pinned.graph_module.graph, args)
+    added = graph.operations[known:]
+    for operation in added:
+        graph.additional_buffer_deps[operation.get_operation_name()].update(names)
+    graph.current_node.meta[_OPERATIONS] = [
+        op.get_name() for op in added if isinstance(op, ir.Buffer) and isinstance(op.layout, ir.NoneLayout)
+    ]
+    return result
+
+
+def _realized(value: Any) -> list[str]:
+    value.realize()
+    return [value.get_name()]
+
+
+def _lower_nodes(graph: fx.Graph, args: Sequence[Any]) -> Any:
+    """Lowers a pinned node, which is a graph of its own, into the graph that Inductor is lowering."""
+    whole = V.graph
+    outer = whole.current_node
+    inputs = iter(args)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            whole.env[node] = next(inputs)
+        elif node.op == "output":
+            return whole.fetch_args_kwargs_from_env(node)[0][0]
+        else:
+            whole.current_node = node
+            whole.env[node] = whole.run_node(node)
+            whole.current_node = outer
+    raise AssertionError("a graph without an output")
+
+
+if torch.__version__.split(".")[:2] in (["2", "11"], ["2", "12"]):
+    lowerings[control_deps] = _lower_pinned
