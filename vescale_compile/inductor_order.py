@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
+from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
@@ -44,15 +45,20 @@ class KeptOrder(CustomGraphPass):
         return get_hash_for_files((inspect.getfile(self._pairs), __file__), extra=type(self).__qualname__)
 
 
-def _lower_pinned(before: Sequence[Any], pinned: Any, *args: Any) -> Any:
+def lower_pinned(before: Sequence[Any], pinned: Any, *args: Any) -> Any:
     """Lowers ``control_deps(before, pinned, *args)``, whether or not the nodes have results.
 
     Before 2.13, Inductor's own lowering fails on a pinned node that has none, as launches and waits (2.11), or
     leaves out the pins behind such a node (2.12).
     """
-    graph = V.graph
-    names = [name for leaf in pytree.tree_leaves(before) if isinstance(leaf, ir.IRNode) for name in _realized(leaf)]
-    for node in graph.current_node.args[0]:
+    graph: GraphLowering = V.graph
+    nodes = cast(tuple[fx.Node, ...], graph.current_node.args[0])
+    names: list[str] = []
+    for leaf in pytree.tree_leaves(before):
+        if isinstance(leaf, ir.IRNode):
+            leaf.realize()
+            names.append(leaf.get_name())
+    for node in nodes:
         names += node.meta.get(_OPERATIONS, ())
     known = len(graph.operations)
     result = _lower_nodes(pinned.graph_module.graph, args)
@@ -65,14 +71,9 @@ def _lower_pinned(before: Sequence[Any], pinned: Any, *args: Any) -> Any:
     return result
 
 
-def _realized(value: Any) -> list[str]:
-    value.realize()
-    return [value.get_name()]
-
-
 def _lower_nodes(graph: fx.Graph, args: Sequence[Any]) -> Any:
     """Lowers a pinned node, which is a graph of its own, into the graph that Inductor is lowering."""
-    whole = V.graph
+    whole: GraphLowering = V.graph
     outer = whole.current_node
     inputs = iter(args)
     for node in graph.nodes:
@@ -88,4 +89,4 @@ def _lower_nodes(graph: fx.Graph, args: Sequence[Any]) -> Any:
 
 
 if torch.__version__.split(".")[:2] in (["2", "11"], ["2", "12"]):
-    lowerings[control_deps] = _lower_pinned
+    lowerings[control_deps] = lower_pinned

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fake_world, on_ranks
+from ranks import on_ranks
 from torch import nn
 
 import vescale_compile as vc

@@ -1,0 +1,70 @@
+"""What is pinned to what, for Inductor to keep the order that was verified."""
+
+import functools
+import itertools
+import re
+
+import models
+import pytest
+import torch
+from ranks import fake_world
+from torch import fx
+from torch._inductor.utils import run_and_get_code
+
+import vescale_compile as vc
+from vescale_compile import inductor_order
+from vescale_compile.backend import vescale
+from vescale_compile.passes import ordered_nodes
+from vescale_compile.passes.context import comm_of
+
+
+@pytest.fixture(scope="module")
+def graphs() -> list[fx.Graph]:
+    """The final graphs of a training step, forward and backward."""
+    torch._dynamo.reset()
+    found: list[fx.Graph] = []
+    backend = functools.partial(vescale, options={"lowering": "eager"}, on_graph=found.append)
+    with fake_world(2):
+        torch.compile(vc.fully_shard(models.build(models.Uneven)), backend=backend)(*models.batches(1, 11)[0])
+    return found
+
+
+def test_each_collective_is_behind_the_one_before(graphs):
+    for graph in graphs:
+        comms = [node for node in graph.nodes if comm_of(node) is not None]
+        assert len(comms) > 2
+        assert {*itertools.pairwise(comms)} <= {*ordered_nodes(graph)}
+
+
+def test_what_must_come_after_another_comes_after_it_in_the_graph(graphs):
+    for graph in graphs:
+        place = {node: index for index, node in enumerate(graph.nodes)}
+        assert all(place[before] < place[after] for before, after in ordered_nodes(graph))
+
+
+def test_an_operator_without_a_result_that_another_must_follow_is_behind_a_node_itself(graphs):
+    for graph in graphs:
+        pairs = ordered_nodes(graph)
+        without_result = {before for before, _ in pairs if before.meta.get("val") is None}
+        assert without_result
+        assert without_result <= {after for _, after in pairs}
+
+
+@pytest.mark.slow
+def test_inductor_before_2_13_keeps_the_order_too(monkeypatch):
+    monkeypatch.setitem(inductor_order.lowerings, inductor_order.control_deps, inductor_order.lower_pinned)
+    torch._dynamo.reset()
+    planned: list[list[str]] = []
+    backend = functools.partial(vescale, on_graph=lambda graph: planned.append(calls_of(graph)))
+    with fake_world(2), torch._inductor.config.patch(force_disable_caches=True):
+        model = torch.compile(vc.fully_shard(models.build(models.Uneven)), backend=backend)
+        _, codes = run_and_get_code(lambda: model(*models.batches(1, 11)[0]).backward())
+    written = [re.findall(r"^ *(?:buf\d+ = )?torch\.ops\.(vescale\.\w+)", code, re.MULTILINE) for code in codes]
+    assert written == planned
+    assert all(len(calls) > 3 for calls in written)
+
+
+def calls_of(graph: fx.Graph) -> list[str]:
+    """The operators of the runtime that a graph calls, in order."""
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return [name.removesuffix(".default") for name in names if name.startswith("vescale.")]
