@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vescale_compile as vc
+from vescale_compile.cost import PRESETS
 from vescale_compile.examples.llama import Llama, LlamaConfig
 
 Batch = tuple[Tensor, Tensor]
 Model = Callable[[], nn.Module]
+
+SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
+"""A cluster on which communication takes far longer than computation."""
 
 
 class Block(nn.Module):
@@ -99,6 +104,10 @@ def hf_gpt_oss(layers: int = 2) -> nn.Module:
 def hf_gpt_oss_of_one_layer() -> nn.Module:
     """Compiles in half of the time."""
     return hf_gpt_oss(layers=1)
+
+
+def deep() -> nn.Module:
+    return Uneven(layers=6)
 
 
 def build(model: Model, seed: int = 0) -> nn.Module:

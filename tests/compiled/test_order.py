@@ -55,9 +55,10 @@ def test_inductor_before_2_13_keeps_the_order_too(monkeypatch):
     monkeypatch.setitem(inductor_order.lowerings, inductor_order.control_deps, inductor_order.lower_pinned)
     torch._dynamo.reset()
     planned: list[list[str]] = []
-    backend = functools.partial(vescale, on_graph=lambda graph: planned.append(calls_of(graph)))
+    options = {"cluster": models.SLOW_WIRE}
+    backend = functools.partial(vescale, options=options, on_graph=lambda graph: planned.append(calls_of(graph)))
     with fake_world(2), torch._inductor.config.patch(force_disable_caches=True):
-        model = torch.compile(vc.fully_shard(models.build(models.Uneven)), backend=backend)
+        model = torch.compile(vc.fully_shard(models.build(models.deep)), backend=backend)
         _, codes = run_and_get_code(lambda: model(*models.batches(1, 11)[0]).backward())
     written = [re.findall(r"^ *(?:buf\d+ = )?torch\.ops\.(vescale\.\w+)", code, re.MULTILINE) for code in codes]
     assert written == planned
