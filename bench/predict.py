@@ -6,7 +6,8 @@ error. What the prediction rests on is measured in the same command:
 
 - the device: its memory, its launches, and the matrix products and attention of the models' graphs one by one, by as
   many ranks at a time as there are cores;
-- the collectives of the runtime, over the wire at its rate, between all hosts, with the share of the CPU they take;
+- the collectives of the runtime, over the wire at its rate, between all hosts, alone and beside computation, of which
+  each slows the other;
 - where there are more hosts than cores, each has its share of one: the device is that much slower;
 - the optimizer's step, which is in no graph: measured apart, and added.
 
@@ -45,7 +46,6 @@ from vescale_compile.examples.llama import LlamaConfig
 RATES = ("1gbit", "2gbit", "5gbit", "10gbit")
 HOSTS = (2, 3, 4)
 TARGET = 0.15
-_MOST_LOAD = 0.9
 _UNITS = {"": 1e-9, "k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
 
 
@@ -204,12 +204,11 @@ def cluster_of(
     Args:
         device: of a host with a core to itself.
         hosts: one rank on each.
-        rate: of the wire; the collectives that were measured over it are believed.
-        measured: collectives, their load a share of a core.
+        rate: of the wire.
+        measured: collectives between these hosts, over that wire.
         contending: hosts for each core, at least 1.
     """
-    loads = {kind: replace(each, load=min(_MOST_LOAD, each.load * contending)) for kind, each in measured.items()}
-    return wire_cluster(device.shared(contending), hosts, gigabits(rate), measured=loads)
+    return wire_cluster(device.shared(contending), hosts, gigabits(rate), measured=measured)
 
 
 def gigabits(rate: str) -> float:

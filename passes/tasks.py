@@ -169,4 +169,5 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         output_bytes=full if each.gathers and not each.escapes else 0,
         lane=each.kind,
         load=cost.load,
+        stretch=cost.stretch,
     )

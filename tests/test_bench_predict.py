@@ -46,15 +46,14 @@ def test_the_table_has_a_line_for_each_cell_and_counts_those_on_target() -> None
     assert lines[-1] == "1 of 2 cells are within 15 %."
 
 
-def test_hosts_that_share_a_core_have_a_slower_device_and_more_load() -> None:
+def test_hosts_that_share_a_core_have_a_slower_device() -> None:
     measured = {"all_gather": MeasuredCollective(0.1, 1e8, 0.3)}
     alone, shared = (cluster_of(DEVICE, 4, "1gbit", measured, contending) for contending in (1.0, 2.0))
     assert alone.device == DEVICE
     assert shared.device.seconds(1e9, 0, "float32") == pytest.approx(2 * DEVICE.seconds(1e9, 0, "float32"))
     assert shared.device.operators == {"aten.mm()": 1.0}
     costs = [collective_cost(cluster, "all_gather", 1e6) for cluster in (alone, shared)]
-    assert [cost.load for cost in costs] == [0.3, 0.6]
-    assert costs[0].seconds == costs[1].seconds
+    assert costs[0] == costs[1]
 
 
 def test_a_wire_is_busy_between_samples_that_moved_enough() -> None:

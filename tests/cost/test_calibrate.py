@@ -5,7 +5,7 @@ import torch
 from ranks import run_on_ranks
 
 from vescale_compile.cost import Calibration, collective_cost, wire_cluster
-from vescale_compile.cost.calibrate import calibrate, fit
+from vescale_compile.cost.calibrate import calibrate, contention, fit, together
 
 
 def test_a_fit_finds_latency_and_bandwidth() -> None:
@@ -16,6 +16,23 @@ def test_a_fit_finds_latency_and_bandwidth() -> None:
 def test_a_fit_has_no_negative_latency() -> None:
     latency, bandwidth = fit([10, 1000], [0.001, 1.0])
     assert (latency, bandwidth) == (0.0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("work", "alone", "expected"),
+    [(3.0, 10.0, 6.0 + 7.0), (12.0, 10.0, 20.0 + 2.0)],
+    ids=["computation ends first", "the collective ends first"],
+)
+def test_computation_and_a_collective_slow_each_other_while_both_run(
+    work: float, alone: float, expected: float
+) -> None:
+    assert together(work, alone, load=0.5, stretch=2.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("load", "stretch"), [(0.0, 1.0), (0.3, 1.0), (0.1, 2.5), (0.4, 1.5)])
+def test_what_slows_computation_and_collective_is_found_from_both_together(load: float, stretch: float) -> None:
+    short, long = (together(work, 10.0, load, stretch) for work in (5.0, 40.0))
+    assert contention(10.0, 5.0, short, 40.0, long) == pytest.approx((load, stretch))
 
 
 def test_without_a_process_group_the_device_alone_is_measured() -> None:
@@ -35,7 +52,7 @@ def test_ranks_measure_their_collectives_and_agree() -> None:
     assert first == second
     assert first.ranks == 2
     assert first.collectives.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
-    assert all(0 <= each.load < 1 for each in first.collectives.values())
+    assert all(0 <= each.load < 1 <= each.stretch for each in first.collectives.values())
     where = wire_cluster(first.device, 2, 1.0, measured=first.collectives)
     assert 0 < collective_cost(where, "all_gather", 1 << 20).seconds < 10
 

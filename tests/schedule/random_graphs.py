@@ -64,6 +64,7 @@ def any_graphs(draw: st.DrawFn) -> TaskGraph:
                 lane=wire + draw(st.sampled_from("12")),
                 wire=wire,
                 load=draw(st.sampled_from([0.0, 0.2])),
+                stretch=draw(st.sampled_from([1.0, 1.5])),
                 merge=draw(st.sampled_from([None, "mergeable"])),
             )
         )

@@ -113,6 +113,15 @@ def test_a_transfer_that_loads_the_device_slows_the_computation_beside_it() -> N
     assert (timeline.makespan, timeline.slowdown, timeline.exposed) == (6.0, 1.0, 0.0)
 
 
+def test_a_transfer_that_computation_slows_takes_longer_beside_it_only() -> None:
+    graph = TaskGraph(
+        (Compute("first", 4.0), Compute("second", 1.0)), (transfer("gather", 3.0, readers=(1,), stretch=2.0),)
+    )
+    timeline = run(graph, Launch((0,)), Run(0), Wait((0,)), Run(1))
+    assert (timeline.makespan, timeline.slowdown, timeline.exposed) == (6.0, 0.0, 1.0)
+    assert run(graph, Launch((0,)), Wait((0,)), Run(0), Run(1)).makespan == 8.0
+
+
 def test_merged_transfers_pay_one_latency() -> None:
     parts = [Transfer(f"gather {i}", 2.0, 1.0, readers=(i,), merge="gathers") for i in range(2)]
     graph = TaskGraph((Compute("first", 1.0), Compute("second", 1.0)), tuple(parts))

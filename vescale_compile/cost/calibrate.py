@@ -8,10 +8,11 @@ It takes some seconds; other work on the machine falsifies it. Nothing in compil
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from vescale_compile.cost.calibration import Calibration
 from vescale_compile.cost.cluster import MeasuredCollective
 from vescale_compile.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from vescale_compile.cost.devices import Device
-from vescale_compile.runtime.collectives import scratch_numel, start_all_gather, start_reduce_scatter
+from vescale_compile.runtime.collectives import Pending, scratch_numel, start_all_gather, start_reduce_scatter
 
 # On a CPU small enough that some repetitions run without being interrupted.
 _MATRIX = {"cpu": 512, "cuda": 8192}  # rows and columns
@@ -29,7 +30,8 @@ _COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}
 _COLLECTIVE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _REPEATS = 15
 _BATCHES, _BATCH = 3, 5  # of collectives
-_MOST_LOAD = 0.9
+_FEWEST, _SHARES = 3, (0.5, 2.0)  # products beside a collective, and how much of its time they take
+_LOADS, _STRETCHES = [i / 50 for i in range(46)], [1 + i / 20 for i in range(81)]
 
 
 def calibrate(
@@ -181,30 +183,87 @@ def _measure_collective(
     agree: Callable[[list[float]], list[float]],
 ) -> MeasuredCollective:
     sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES]
-    seconds, cpu = [], []
+    seconds = []
     for nbytes in sizes:
         full = torch.zeros(nbytes // 4, device=device)
-        run = _collective(kind, full, full.new_zeros(full.numel() // ranks), group)
-        dist.barrier(group)
-        before = time.process_time(), time.perf_counter()
-        seconds.append(_back_to_back(run, device, group))
-        wall = time.perf_counter() - before[1]
-        cpu.append((time.process_time() - before[0]) / wall)
+        start = _collective(kind, full, full.new_zeros(full.numel() // ranks), group)
+        seconds.append(_back_to_back(lambda start=start: start().wait(), device, group))  # type: ignore[misc]
     seconds = agree(seconds)
     latency, bandwidth = fit(sizes, seconds)
-    load = min(_MOST_LOAD, agree([cpu[-1]])[0] / torch.get_num_threads()) if device == "cpu" else 0.0
-    return MeasuredCollective(latency, bandwidth, load)
+    load, stretch = _contention(start, seconds[-1], device, group, agree)
+    return MeasuredCollective(latency, bandwidth, load, stretch)
 
 
-def _collective(kind: str, full: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Any]:
+def _contention(
+    start: Callable[[], Pending],
+    alone: float,
+    device: str,
+    group: dist.ProcessGroup | None,
+    agree: Callable[[list[float]], list[float]],
+) -> tuple[float, float]:
+    """What computation and a collective take of each other: ``load`` and ``stretch`` of :class:`MeasuredCollective`.
+
+    They are found from computation beside it that is over before it, and from computation that lasts longer.
+
+    Args:
+        start: launches the collective.
+        alone: seconds that it takes by itself.
+    """
+    a, b = (torch.randn(_MATRIX[device], _MATRIX[device], device=device) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def both(products: int, communicate: bool) -> float:
+        dist.barrier(group)
+        _synchronize(device)
+        begin = time.perf_counter()
+        pending = start() if communicate else None
+        for _ in range(products):
+            torch.mm(a, b, out=out)
+        if pending is not None:
+            pending.wait()
+        _synchronize(device)
+        return time.perf_counter() - begin
+
+    product = agree([both(_FEWEST, communicate=False) / _FEWEST])[0]
+    few, many = (max(_FEWEST, round(share * alone / product)) for share in _SHARES)
+    times = [[both(products, beside) for products in (few, many) for beside in (False, True)] for _ in range(_REPEATS)]
+    short, short_beside, long, long_beside = agree([statistics.median(column) for column in zip(*times, strict=True)])
+    return contention(alone, short, short_beside, long, long_beside)
+
+
+def contention(alone: float, short: float, short_beside: float, long: float, long_beside: float) -> tuple[float, float]:
+    """``load`` and ``stretch`` of a collective which explain five times best, in seconds.
+
+    Args:
+        alone: of the collective.
+        short: of computation that is over before the collective.
+        short_beside: of both together.
+        long: of computation that lasts longer than the collective.
+        long_beside: of both together.
+    """
+
+    def error(shares: tuple[float, float]) -> float:
+        pairs = ((short, short_beside), (long, long_beside))
+        return sum((together(work, alone, *shares) / measured - 1) ** 2 for work, measured in pairs)
+
+    return min(itertools.product(_LOADS, _STRETCHES), key=error)
+
+
+def together(work: float, alone: float, load: float, stretch: float) -> float:
+    """Seconds until both are done: computation of ``work`` seconds and a collective of ``alone``, begun together."""
+    both = min(work / (1 - load), alone * stretch)
+    return both + (work - both * (1 - load)) + (alone - both / stretch)
+
+
+def _collective(kind: str, full: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Pending]:
     ranks = group if group is not None else dist.group.WORLD
     assert ranks is not None
     if kind == ALL_GATHER:
-        return lambda: start_all_gather(part, full, ranks).wait()
+        return lambda: start_all_gather(part, full, ranks)
     if kind == REDUCE_SCATTER:
         scratch = full.new_zeros(scratch_numel(part.numel(), full.device, ranks))
-        return lambda: start_reduce_scatter(full, part, scratch, ranks).wait()
-    return lambda: dist.all_reduce(full, dist.ReduceOp.SUM, group)
+        return lambda: start_reduce_scatter(full, part, scratch, ranks)
+    return lambda: cast(Pending, dist.all_reduce(full, dist.ReduceOp.SUM, group, async_op=True))
 
 
 def _synchronize(device: str) -> None:

@@ -28,12 +28,14 @@ class CollectiveCost:
         latency: seconds, whatever it carries.
         wire_time: seconds in proportion to its bytes.
         load: share of the compute device that it takes while it runs.
+        stretch: how many times longer it takes while the device computes beside it.
     """
 
     algorithm: str
     latency: float
     wire_time: float
     load: float
+    stretch: float = 1.0
 
     @property
     def seconds(self) -> float:
@@ -59,7 +61,8 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
     if cluster.ranks == 1:
         return CollectiveCost("ring", 0.0, 0.0, 0.0)
     if measured := cluster.measured.get(kind):
-        return CollectiveCost("measured", measured.latency, nbytes / measured.bandwidth, measured.load)
+        wire_time = nbytes / measured.bandwidth
+        return CollectiveCost("measured", measured.latency, wire_time, measured.load, measured.stretch)
     candidates = [algorithm(cluster, kind, nbytes) for algorithm in _ALGORITHMS[kind]]
     return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
 

@@ -42,7 +42,11 @@ def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     lifetimes = Lifetimes(graph)
     least = synchronous(lifetimes, make_jobs(lifetimes, ()))[1]
     room = [(_UNLIMITED if budget is None else budget) - nbytes for nbytes in least]
-    load = sum(transfer.load * transfer.wire_time for transfer in graph.transfers if transfer.repeats is None)
+    load = sum(
+        min(1.0, transfer.load * transfer.stretch) * transfer.wire_time
+        for transfer in graph.transfers
+        if transfer.repeats is None
+    )
     reached = _reached(graph)
     communication, critical_path = 0.0, reached[-1]
     for wire in dict.fromkeys(transfer.wire for transfer in graph.transfers):

@@ -46,6 +46,7 @@ class Transfer:
         lane: transfers of one lane run one after another in the order of their launches (a stream).
         wire: transfers that run at the same time on lanes over one wire get equal shares of it.
         load: share of the compute device that the transfer takes while it has its wire to itself, in [0, 1).
+        stretch: how many times longer it takes while the device computes beside it, at least 1.
         repeats: index of the earlier transfer whose output this one brings once more (the gather for the
             backward): a schedule may keep that output instead.
         merge: transfers of equal ``merge`` may share one collective; None for those that may not.
@@ -61,6 +62,7 @@ class Transfer:
     lane: str = "communication"
     wire: str = "wire"
     load: float = 0.0
+    stretch: float = 1.0
     repeats: int | None = None
     merge: str | None = None
 
@@ -149,6 +151,8 @@ class TaskGraph:
             return f"input_bytes {transfer.input_bytes} and output_bytes {transfer.output_bytes} must not be negative"
         if not 0 <= transfer.load < 1:
             return f"load {transfer.load} must be in [0, 1)"
+        if not 1 <= transfer.stretch < math.inf:
+            return f"stretch {transfer.stretch} must be at least 1"
         return None
 
     def _repeat_problem(self, index: int, transfer: Transfer) -> str | None:

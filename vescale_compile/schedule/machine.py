@@ -7,7 +7,7 @@ and the simulator's report is its record. Times are in seconds, memory in bytes.
 - A lane runs its collectives one after another, in launch order; one starts no sooner than its launch, that is
   after the computation that precedes it in the program (as a stream waits for the event recorded at a launch).
 - Lanes over one wire that are busy at the same time share it equally.
-- A transfer that loads the compute device slows the computation that runs beside it.
+- A transfer that loads the compute device slows the computation that runs beside it, and may be slowed by it.
 - Memory follows the program, not the clock, so it does not depend on the durations being right: a buffer lives
   from the instruction that needs it to the one after which nothing does.
 """
@@ -26,13 +26,14 @@ class ScheduleError(ValueError):
 class Collective:
     """One or more transfers that were launched together, in flight or done."""
 
-    __slots__ = ("lane", "launched", "load", "remaining", "started", "stopped", "transfers", "wire")
+    __slots__ = ("lane", "launched", "load", "remaining", "started", "stopped", "stretch", "transfers", "wire")
 
     def __init__(self, graph: TaskGraph, transfers: tuple[int, ...], now: float) -> None:
         parts = [graph.transfers[index] for index in transfers]
         self.transfers = transfers
         self.lane, self.wire = parts[0].lane, parts[0].wire
         self.load = max(part.load for part in parts)
+        self.stretch = max(part.stretch for part in parts)
         self.remaining = max(part.latency for part in parts) + sum(part.wire_time for part in parts)
         self.launched = now
         self.started: float | None = None
@@ -192,7 +193,8 @@ class Machine:
         busy: dict[str, int] = {}
         for head in heads:
             busy[head.wire] = busy.get(head.wire, 0) + 1
-        times = [head.remaining * busy[head.wire] for head in heads]
+        slower = [busy[head.wire] * (1.0 if work is None else head.stretch) for head in heads]
+        times = [head.remaining * factor for head, factor in zip(heads, slower, strict=True)]
         step = min(times)
         speed = 1.0
         if work is not None:
@@ -202,11 +204,11 @@ class Machine:
             else:
                 work -= step * speed
         self.now += step
-        for head, time in zip(heads, times, strict=True):
+        for head, time, factor in zip(heads, times, slower, strict=True):
             if time <= step:
                 self._stop(head)
             else:
-                head.remaining -= step / busy[head.wire]
+                head.remaining -= step / factor
         return work or 0.0
 
     def _stop(self, head: Collective) -> None:
