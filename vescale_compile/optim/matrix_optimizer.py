@@ -102,11 +102,16 @@ class MatrixOptimizer(Optimizer):
         for group in groups:
             self._check_group(group)
         self._check_meshes([param for group in groups for _, param, _ in members_of([group])])
-        for group in groups:
-            given = {*group}
-            super().add_param_group(group)
-            for key in self.defaults.keys() - given:
-                del group[key]  # super() gives every default to every group
+        before = len(self.param_groups)
+        try:
+            for group in groups:
+                given = {*group}
+                super().add_param_group(group)
+                for key in self.defaults.keys() - given:
+                    del group[key]  # super() gives every default to every group
+        except BaseException:
+            del self.param_groups[before:]  # the second of two groups may be refused after the first was added
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
