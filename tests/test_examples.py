@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
 
+import vescale_compile as vc
 from vescale_compile.examples.llama import SIZES, Llama, LlamaConfig, rotary_angles, rotate
+from vescale_compile.examples.optimizers import RECIPES
 from vescale_compile.examples.text import batches, read_text, standard_library
 
 TINY = SIZES["tiny"]
@@ -178,3 +181,20 @@ def test_text_too_short_for_a_batch_on_every_rank_is_refused_with_the_rank() -> 
     data = torch.zeros(69, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"rank 2: the text has 69 bytes.* needs 70"):
         batches(data, batch=2, length=10, rank=2, world_size=3, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+@on_ranks(2)
+def test_a_sharded_model_learns_with_each_optimizer(name: str) -> None:
+    recipe = RECIPES[name]
+    model = vc.fully_shard(Llama(TINY), granularity=recipe.granularity())
+    optimizer = recipe.build(model, recipe.lr)
+    tokens, losses = tokens_of(4, 17), []
+    for _ in range(10):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.2

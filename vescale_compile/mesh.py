@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from .runtime.boundary import binding_of
 
 _sharding_ranks: ContextVar[int] = ContextVar("ranks that fully_shard is sharding over")
 
@@ -51,6 +54,12 @@ def sharding_ranks() -> int:
     Inside ``fully_shard`` those of its mesh's dimension that shards; elsewhere all of the default process group.
     """
     return _sharding_ranks.get(dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def whole_mesh(param: DTensor) -> DeviceMesh:
+    """All ranks that train a sharded parameter: those of its mesh and, with hybrid sharding, of its replicas."""
+    binding = binding_of(param)
+    return param.device_mesh if binding is None else binding.buffer.mesh
 
 
 def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParallelMesh:

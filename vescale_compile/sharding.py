@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import stale_optimizers
-from .mesh import DataParallelMesh, data_parallel_mesh, sharding_over
+from .mesh import DataParallelMesh, data_parallel_mesh, sharding_over, whole_mesh
 from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
 from .quantize import BlockInt8, BlockQuantizer, check_quantizers
 from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
-from .runtime.boundary import Binding, binding_of
+from .runtime.boundary import Binding
 from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync, ParamSlot
 from .sharded_module import Access, ShardedModule, Unit, make_sharded
 from .units import UnitMembers, find_units, group_by_buffer, owners
@@ -98,7 +98,9 @@ def fully_shard(
     places = owners(module)
     with sharding_over(over):
         blocks = {  # of all units, before any is changed
-            param: _granularity(granularities, name, param) for unit in units for name, param in unit.params.items()
+            param: _granularity(granularities, name, param, over.where)
+            for unit in units
+            for name, param in unit.params.items()
         }
     for members in units:
         _shard_unit(members, places, over, comm, policy, blocks, root=module)
@@ -177,11 +179,15 @@ def _plan(
     return plan_unit(tensors, mesh.shard.size(), alignment_bytes=_COLLECTIVE_BYTES * itemsize // smallest).buffers
 
 
-def _granularity(granularities: Sequence[GranularityFn], name: str, param: nn.Parameter) -> Granularity | None:
+def _granularity(
+    granularities: Sequence[GranularityFn], name: str, param: nn.Parameter, where: str
+) -> Granularity | None:
     try:
         return combine([each(name, param) for each in granularities], param.shape)
     except TypeError as error:
-        raise TypeError(f"fully_shard: parameter {name!r}: {error}") from error
+        raise TypeError(f"{where}fully_shard: parameter {name!r}: {error}") from error
+    except ValueError as error:  # that of a quantizer or an optimizer names the parameter
+        raise ValueError(f"{where}fully_shard: {error}") from error
 
 
 @torch.no_grad()
@@ -266,8 +272,7 @@ def _check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Par
             continue
         where = f"{mesh.where}fully_shard: parameter {name!r} "
         if isinstance(param, RaggedDTensor):
-            binding = binding_of(param)
-            present = param.device_mesh if binding is None else binding.buffer.mesh
+            present = whole_mesh(param)
             if present != mesh.whole:
                 raise ValueError(f"{where}is sharded over {present} already, and can't be over {mesh.whole}")
         elif isinstance(param, torch.distributed.tensor.DTensor):

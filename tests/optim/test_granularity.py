@@ -80,13 +80,16 @@ def test_a_granularity_is_a_function_or_a_list_of_them() -> None:
 
 
 def test_an_answer_that_is_no_granularity_names_the_parameter() -> None:
-    with fake_world(2), pytest.raises(TypeError, match="parameter 'wide': granularity is 4; give Elements"):
+    with (
+        fake_world(2),
+        pytest.raises(TypeError, match=r"^\[rank 0\] fully_shard: parameter 'wide': granularity is 4; give Elements"),
+    ):
         vc.fully_shard(Matrices(), granularity=[AdamW8bit.granularity, lambda name, param: 4])
 
 
-def test_a_tile_larger_than_a_parameter_names_it() -> None:
+def test_a_tile_larger_than_a_parameter_names_rank_and_parameter() -> None:
     with (
         fake_world(2),
-        pytest.raises(ValueError, match=r"'wide'.*64 x 64 is larger than the tensor"),
+        pytest.raises(ValueError, match=r"^\[rank 0\] fully_shard: .*'wide'.*64 x 64 is larger than the tensor"),
     ):
         vc.fully_shard(Matrices(), granularity=AdamW8bit.granularity_for(tile=(64, 64)))

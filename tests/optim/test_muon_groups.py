@@ -227,6 +227,14 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("vector", [("b", VECTOR), ("b.bias", VECTOR * 2), ("b.bias", 3)], ids=["twice", "leaf", "int"])
+def test_a_vector_that_is_refused_leaves_no_group_of_the_matrices_beside_it(vector: tuple[str, Any]) -> None:
+    optimizer = Muon([("a.weight", MATRIX), ("a.bias", VECTOR)])
+    with pytest.raises((ValueError, TypeError), match=r"more than one|non-leaf|'b\.bias' is a int; give a tensor"):
+        optimizer.add_param_group({"params": [("b.weight", nn.Parameter(torch.zeros(4, 4))), vector]})
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
+
+
 @on_ranks(2)
 def test_a_sharded_vector_is_refused_by_rank_and_name() -> None:
     vector = shard(torch.zeros(6), uneven((6,), seed=0))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from ..mesh import whole_mesh
 from ..planner import Granularity
 from ..ragged.dtensor import RaggedDTensor
 from .adamw8bit_kernel import Coefficients
@@ -70,8 +71,9 @@ class AdamW8bit(Optimizer):
             same.
         compile: compile with Inductor, which on CPU needs a C++ compiler; False runs operation by operation, slowly.
         check_gradients: before anything changes, find out whether any rank has a gradient with NaN or infinities, or
-            lacks one that others have: one pass over the gradients, and one all-reduce of three integers for each
-            parameter. False communicates nothing, and steps with what there is, as ``torch.optim.AdamW`` does.
+            lacks one that others have: one pass over the gradients, and one all-reduce of five integers for each
+            parameter (with hybrid sharding two). False communicates nothing, and steps with what there is, as
+            ``torch.optim.AdamW`` does.
 
     Raises:
         TypeError, ValueError: an option or a parameter that can't be used; a shard that cuts a block.
@@ -151,7 +153,7 @@ class AdamW8bit(Optimizer):
 
         Raises:
             UnusableGradients: see ``check_gradients``.
-            ValueError: a gradient that is not dense, or not sharded as its parameter.
+            ValueError: a gradient of this rank that is not dense, or not sharded as its parameter.
         """
         loss = None
         if closure is not None:
@@ -252,16 +254,19 @@ def _granularity(blocks: Blocks, name: str, param: Tensor) -> Granularity | None
 
 def _check_all(groups: list[tuple[dict[str, Any], list[Member]]]) -> None:
     """Refuses gradients that no step can take, before anything changes."""
-    by_mesh: dict[Any, list[tuple[str | None, Tensor]]] = {}
-    for group, members in groups:
+    checked = [
+        (member.name, member.param, whole_mesh(member.param) if isinstance(member.param, RaggedDTensor) else None)
+        for group, members in groups
+        if group["check_gradients"]
+        for member in members
+    ]
+    meshes = dict.fromkeys(mesh for _, _, mesh in checked)
+    for mesh in [mesh for mesh in meshes if mesh is not None] or meshes:
+        # Parameters that every rank holds whole go with the others: ranks must refuse them together, too.
+        check_all_gradients("AdamW8bit", [(name, param) for name, param, over in checked if over in (mesh, None)])
+    # After ranks were compared, so that none waits for one that has raised this.
+    for _, members in groups:
         check_layouts("AdamW8bit", [(member.name, member.param) for member in members])
-        for member in members:
-            param = member.param
-            if group["check_gradients"]:
-                mesh = param.device_mesh if isinstance(param, RaggedDTensor) else None
-                by_mesh.setdefault(mesh, []).append((member.name, param))
-    for params in by_mesh.values():
-        check_all_gradients("AdamW8bit", params)
 
 
 def _check_options(group: Mapping[str, Any]) -> None:

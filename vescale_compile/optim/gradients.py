@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..mesh import whole_mesh
 from ..ragged.dtensor import RaggedDTensor
 from ..ragged.local import same_layout
 from .units import NamedParams, describe, local_elements, rank_prefix
@@ -25,53 +26,73 @@ def check_layouts(optimizer: str, params: NamedParams) -> None:
     """ValueError for a gradient on this rank that is not dense, or not laid out as its parameter."""
     for name, param in params:
         grad = param.grad
-        if grad is None:
+        if grad is None or is_usable(param):
             continue
         where = f"{rank_prefix(param)}{optimizer}: {describe(param, name)} has a gradient "
         if grad.layout is not torch.strided:
             raise ValueError(f"{where}of layout {grad.layout}; only dense ones can be used")
-        if isinstance(param, RaggedDTensor) and not same_layout(param, grad):
-            raise ValueError(f"{where}that is not sharded as the parameter is: {grad!r}; redistribute it")
+        raise ValueError(f"{where}that is not sharded as the parameter is: {grad!r}; redistribute it")
+
+
+def is_usable(param: Tensor) -> bool:
+    """Whether a parameter has a gradient on this rank that is dense and laid out as the parameter."""
+    grad = param.grad
+    if grad is None or grad.layout is not torch.strided:
+        return False
+    return not isinstance(param, RaggedDTensor) or same_layout(param, grad)
 
 
 def check_gradients(
     optimizer: str, params: NamedParams, *, refused: AbstractSet[Tensor] = frozenset(), reason: str = ""
 ) -> None:
-    """Reads every gradient once and compares the ranks: one all-reduce of four integers for each parameter.
+    """Reads every gradient once and compares the ranks: one all-reduce of five integers for each parameter.
+
+    With hybrid sharding it is one for each dimension of the mesh: replicas step together or not at all, too.
 
     Args:
         optimizer: its name, for messages.
         params: names (for messages) and parameters, at least one, in the same order on every rank. Sharded ones are
-            all on one mesh; one that is not sharded may have a gradient on some ranks alone. Gradients passed
-            :func:`check_layouts`.
+            all on one mesh; one that is not sharded may have a gradient on some ranks alone.
         refused: parameters whose finite gradients the optimizer can't use on this rank.
         reason: what messages say of them.
 
     Raises:
         UnusableGradients: on every rank of the mesh, naming a rank and a parameter.
+        ValueError: instead, as :func:`check_layouts`, on the ranks that have a gradient of another layout.
     """
     sharded = [isinstance(param, RaggedDTensor) for _, param in params]
-    mesh = next((param.device_mesh for _, param in params if isinstance(param, RaggedDTensor)), None)
+    mesh = next((whole_mesh(param) for _, param in params if isinstance(param, RaggedDTensor)), None)
     device = torch.device(mesh.device_type) if mesh is not None else params[0][1].device
     me = mesh.get_rank() if mesh is not None else 0
 
-    # For each parameter the rank plus one, where the rank has a gradient, lacks one, refuses it, has one that is not
-    # finite: a maximum over ranks names one of them, and is 0 if there is none.
+    # For each parameter the rank plus one, where the rank has a gradient, lacks one, has one of another layout, refuses
+    # it, has one that is not finite: a maximum over ranks names one of them, and is 0 if there is none.
     present = [param.grad is not None for _, param in params]
+    usable = [is_usable(param) for _, param in params]
     absent = [shards and not has for shards, has in zip(sharded, present, strict=True)]
+    misfit = [has and not fits for has, fits in zip(present, usable, strict=True)]
     unfit = [param in refused for _, param in params]
-    infinite = _infinite([param.grad for _, param in params], device)
-    known = torch.tensor([present, absent, unfit], device=device)
+    infinite = _infinite(
+        [param.grad if fits else None for (_, param), fits in zip(params, usable, strict=True)], device
+    )
+    known = torch.tensor([present, absent, misfit, unfit], device=device)
     codes = torch.cat([known, infinite[None]]).to(torch.int32) * (me + 1)
-    if mesh is not None and mesh.size() > 1:
-        dist.all_reduce(codes, dist.ReduceOp.MAX, group=mesh.get_group())
+    for group in mesh.get_all_groups() if mesh is not None else ():
+        if group.size() > 1:
+            dist.all_reduce(codes, dist.ReduceOp.MAX, group=group)
 
-    for (name, param), shards, has, lacks, useless, bad in zip(params, sharded, *codes.tolist(), strict=True):
+    check_layouts(optimizer, params)  # of this rank's own it says more
+    for (name, param), shards, has, lacks, other, useless, bad in zip(params, sharded, *codes.tolist(), strict=True):
         where = f"{f'[rank {me}] ' if mesh is not None else ''}{optimizer}: "
         if shards and has and lacks:
             raise UnusableGradients(
                 f"{where}{describe(param, name)} has a gradient on rank {has - 1} and none on rank {lacks - 1}. All "
                 "ranks must run the same backward. Nothing was changed."
+            )
+        if other:
+            raise UnusableGradients(
+                f"{where}the gradient of {describe(param, name)} is not dense, or not laid out as the parameter is, on "
+                f"rank {other - 1}. Nothing was changed: redistribute it there."
             )
         if bad or useless:
             on = f", on rank {(bad or useless) - 1}" if mesh is not None else ""

@@ -29,6 +29,7 @@ def split_group(
 
     Raises:
         ValueError: an algorithm that does not exist, a parameter or an option that none of the group's takes.
+        TypeError: a parameter that is no tensor.
     """
     matrix, other = defaults
     params = group["params"]
@@ -93,7 +94,8 @@ def _name_in_module(param: Tensor) -> str | None:
 
 def _check_param(optimizer: str, name: str | None, param: Tensor, *, is_matrix: bool) -> None:
     if not isinstance(param, Tensor):
-        return  # Optimizer.add_param_group says what it must be
+        what = "a parameter" if name is None else f"parameter {name!r}"
+        raise TypeError(f"{optimizer}: {what} is a {type(param).__name__}; give a tensor")
     where = f"{rank_prefix(param)}{optimizer}: {describe(param, name)} "
     if isinstance(param, DTensor) and not isinstance(param, RaggedDTensor):
         raise ValueError(

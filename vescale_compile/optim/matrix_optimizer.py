@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from ..mesh import whole_mesh
 from ..ragged.dtensor import RaggedDTensor
 from ..runtime.agreement import agree
-from .gradients import check_gradients, check_layouts
+from .gradients import check_gradients, is_usable
 from .groups import split_group, wrong_common_options
 from .layouts import Layout, check_state, layout_of, new_state
 from .units import describe, local_elements, rank_prefix
@@ -102,11 +103,16 @@ class MatrixOptimizer(Optimizer):
         for group in groups:
             self._check_group(group)
         self._check_meshes([param for group in groups for _, param, _ in members_of([group])])
-        for group in groups:
-            given = {*group}
-            super().add_param_group(group)
-            for key in self.defaults.keys() - given:
-                del group[key]  # super() gives every default to every group
+        before = len(self.param_groups)
+        try:
+            for group in groups:
+                given = {*group}
+                super().add_param_group(group)
+                for key in self.defaults.keys() - given:
+                    del group[key]  # super() gives every default to every group
+        except BaseException:
+            del self.param_groups[before:]  # the second of two groups may be refused after the first was added
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -118,6 +124,7 @@ class MatrixOptimizer(Optimizer):
         Raises:
             UnusableGradients: on every rank, before anything is changed, if a gradient has NaN or infinite elements,
                 can't be used by the algorithm, or is there on some ranks alone.
+            ValueError: instead, on a rank with a gradient that is not dense, or not sharded as its parameter.
             RanksDisagree: ranks have built different optimizers.
         """
         loss = None
@@ -127,11 +134,8 @@ class MatrixOptimizer(Optimizer):
         self._agree()
         members = list(members_of(self.param_groups))
         named = [(name, param) for name, param, _ in members]
-        check_layouts(self._name, named)
         ready = [
-            (param, group)
-            for _, param, group in members
-            if param.grad is not None and group["algorithm"] == self.algorithm
+            (param, group) for _, param, group in members if is_usable(param) and group["algorithm"] == self.algorithm
         ]
         end = self._begin(
             ready, lambda refused: check_gradients(self._name, named, refused=refused, reason=self.refusal)
@@ -208,7 +212,7 @@ class MatrixOptimizer(Optimizer):
     def _agree(self) -> None:
         """All ranks must have built the same optimizer, or their collectives would not fit each other."""
         members = list(members_of(self.param_groups))
-        mesh = next((param.device_mesh for _, param, _ in members if isinstance(param, RaggedDTensor)), None)
+        mesh = next((whole_mesh(param) for _, param, _ in members if isinstance(param, RaggedDTensor)), None)
         if mesh is not None and self._agreed_groups != len(self.param_groups):
             lines = [f"{key} {self.defaults[key]}" for key in sorted(self.whole_options)]
             for name, param, group in members:

@@ -32,8 +32,8 @@ class Muon(MatrixOptimizer):
     parameter's shards are. Each matrix then travels once, in bfloat16, to its root (a redistribution to a one-hot
     RaggedShard, veScale-FSDP, arXiv 2602.22437), and its update once back; an expert that is whole on its rank doesn't
     travel. Roots are balanced by Newton-Schulz operations over all shapes. What travels is packed into few all-to-alls
-    that overlap with computing. One small all-reduce at the start of a step compares the ranks' gradients. Collectives
-    wait no longer than the process group's timeout.
+    that overlap with computing. One small all-reduce at the start of a step (two with hybrid sharding) compares the
+    ranks' gradients. Collectives wait no longer than the process group's timeout.
 
     Which parameter gets which algorithm is said by a group's ``"algorithm"``, ``"muon"`` or ``"adamw"``. In a group
     without, a rule decides (:func:`vescale_compile.optim.hidden.is_hidden_matrix`): matrices and stacks of them go to

@@ -55,10 +55,11 @@ class Shampoo(MatrixOptimizer):
         W <- (1 - lr weight_decay) W - lr P |M / (sqrt(V) + eps)|_F / |P|_F
 
     A block is whole on the rank that holds it, if the model was sharded with ``granularity=Shampoo.granularity``. So a
-    step computes every block on one rank and communicates only a small all-reduce at its start, which compares the
-    ranks' gradients. Inverse roots are computed by eigendecomposition every ``frequency`` steps, but not of all blocks
-    in the same one: ranks and steps get equal shares. Until its first roots a block steps as grafting alone says
-    (``"adam"``: as AdamW). Given the same gradients, weights are equal bit for bit on any number of ranks.
+    step computes every block on one rank and communicates only a small all-reduce at its start (two with hybrid
+    sharding), which compares the ranks' gradients. Inverse roots are computed by eigendecomposition every
+    ``frequency`` steps, but not of all blocks in the same one: ranks and steps get equal shares. Until its first roots
+    a block steps as grafting alone says (``"adam"``: as AdamW). Given the same gradients, weights are equal bit for bit
+    on any number of ranks.
 
     Groups are as those of :class:`~vescale_compile.optim.muon.Muon`, with ``"shampoo"`` for its ``"muon"``.
 
