@@ -256,10 +256,10 @@ def _granularities(granularity: object) -> tuple[GranularityFn, ...]:
         return ()
     given = tuple(granularity) if isinstance(granularity, list | tuple) else (granularity,)
     for each in given:
-        if not callable(each):
+        if isinstance(each, type) or not callable(each):  # an optimizer's class would be built with a name
             raise TypeError(
                 f"fully_shard: granularity is {granularity!r}; give a function of a parameter's name and the "
-                "parameter, such as lambda name, param: vc.Rows(32), or a list of them"
+                "parameter, such as vc.optim.AdamW8bit.granularity or lambda name, param: vc.Rows(32), or a list of them"
             )
     return cast(tuple[GranularityFn, ...], given)
 

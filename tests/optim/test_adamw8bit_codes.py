@@ -49,7 +49,8 @@ def test_a_code_changes_at_its_border_and_nowhere_else(signed: bool) -> None:
 
 @BOTH
 def test_codes_equal_torchao(signed: bool) -> None:
-    quantization = pytest.importorskip("torchao.optim.quant_utils")
+    from torchao.optim import quant_utils as quantization
+
     theirs = torch.tensor(quantization.create_dynamic_map(signed))
     book = codebook(signed, CPU)
     assert torch.equal(book.values, theirs)

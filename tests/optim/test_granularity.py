@@ -74,7 +74,7 @@ def test_a_list_keeps_the_blocks_of_all() -> None:
 
 def test_a_granularity_is_a_function_or_a_list_of_them() -> None:
     with fake_world(2):
-        for wrong in (vc.Rows(4), [AdamW8bit.granularity, vc.Rows(4)], "rows"):
+        for wrong in (vc.Rows(4), [AdamW8bit.granularity, vc.Rows(4)], "rows", AdamW8bit):
             with pytest.raises(TypeError, match=r"granularity is .*give a function"):
                 vc.fully_shard(Matrices(), granularity=wrong)
 

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adamw8bit import AdamW8bit
+    from .gradients import UnusableGradients
     from .muon import Muon
     from .shampoo import Shampoo
 
-__all__ = ["AdamW8bit", "Muon", "Shampoo"]
+__all__ = ["AdamW8bit", "Muon", "Shampoo", "UnusableGradients"]
 
 # Loaded at first use: a script pays for the one optimizer that it builds.
-_HOMES = {"AdamW8bit": "adamw8bit", "Muon": "muon", "Shampoo": "shampoo"}
+_HOMES = {"AdamW8bit": "adamw8bit", "Muon": "muon", "Shampoo": "shampoo", "UnusableGradients": "gradients"}
 
 
 def __getattr__(name: str) -> Any:
