@@ -259,7 +259,7 @@ def _granularities(granularity: object) -> tuple[GranularityFn, ...]:
         if isinstance(each, type) or not callable(each):  # an optimizer's class would be built with a name
             raise TypeError(
                 f"fully_shard: granularity is {granularity!r}; give a function of a parameter's name and the "
-                "parameter, such as vc.optim.AdamW8bit.granularity or lambda name, param: vc.Rows(32), or a list of them"
+                "parameter, as vc.optim.AdamW8bit.granularity or lambda name, param: vc.Rows(32), or a list of them"
             )
     return cast(tuple[GranularityFn, ...], given)
 
