@@ -67,12 +67,12 @@ def from_hf_config(path: Path) -> nn.Module:
 def unit_specs(model: nn.Module, granularity: GranularityRule) -> dict[str, list[TensorSpec]]:
     """The tensors of each unit that ``fully_shard(model)`` would make.
 
-    Parameters of one unit that differ in dtype or in whether they are trained have buffers of their own, and
-    so are units of their own here, named ``unit#0``, ``unit#1`` and so on.
+    Parameters of one unit that differ in dtype or in whether they are trained, or stand before and after the units
+    inside, have buffers of their own, and so are units of their own here, named ``unit#0``, ``unit#1`` and so on.
     """
     specs = {}
     for unit in find_units(model, set(), nested_units=False):
-        groups = group_by_buffer(unit.params)
+        groups = group_by_buffer(unit)
         for ordinal, group in enumerate(groups):
             specs[unit.name if len(groups) == 1 else f"{unit.name}#{ordinal}"] = [
                 TensorSpec(name, tuple(p.shape), p.element_size(), granularity(name, tuple(p.shape)))

@@ -42,7 +42,9 @@ def fully_shard(
 
     Called on inner modules and then on the root, each call makes one unit of the parameters that are not
     sharded yet. Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s
-    becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together.
+    becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together; but one
+    that has units inside has a buffer, and a gather, for what stands before each of them and after (an embedding and
+    a head), if that is a mebibyte or more.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the
@@ -120,7 +122,7 @@ def _shard_unit(
     root: nn.Module,
 ) -> None:
     sync = GradientSync()
-    plans = [(plan, group) for group in group_by_buffer(members.params) for plan in _plan(group, mesh, comm, blocks)]
+    plans = [(plan, group) for group in group_by_buffer(members) for plan in _plan(group, mesh, comm, blocks)]
     buffers = []
     for ordinal, (plan, group) in enumerate(plans):
         name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"

@@ -11,13 +11,28 @@ from torch import nn
 from .ragged.dtensor import RaggedDTensor
 
 
+_LEAST_BYTES = 1 << 20  # of a run: a collective of less takes as long as one of nothing, or nearly
+
+
 @dataclass(frozen=True)
 class UnitMembers:
-    """A unit before it is sharded: its module, its name, and its parameters by qualified name."""
+    """A unit before it is sharded.
+
+    Attributes:
+        name: of the unit.
+        module: whose parameters they are.
+        runs: parameters by qualified name, in the order of the module; what stands in another run is read at another
+            time, before or after the units inside.
+    """
 
     name: str
     module: nn.Module
-    params: dict[str, nn.Parameter]
+    runs: tuple[dict[str, nn.Parameter], ...]
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """All of them."""
+        return {name: param for run in self.runs for name, param in run.items()}
 
 
 def find_units(module: nn.Module, ignored: set[nn.Parameter], *, nested_units: bool) -> list[UnitMembers]:
@@ -33,15 +48,39 @@ def find_units(module: nn.Module, ignored: set[nn.Parameter], *, nested_units: b
     blocks = [] if nested_units else list(_list_elements(module, ""))
     units = []
     for name, part in [*blocks, ("", module)]:
-        params = {
-            _join(name, key): param
-            for key, param in part.named_parameters()
-            if param not in taken and not isinstance(param, RaggedDTensor)
-        }
-        taken.update(params.values())
-        if params:
-            units.append(UnitMembers(name or "(root)", part, params))
+        runs = _runs(name, part, taken, ignored)
+        if runs:
+            units.append(UnitMembers(name or "(root)", part, runs))
+            taken.update(units[-1].params.values())
     return units
+
+
+def _runs(
+    prefix: str, part: nn.Module, taken: set[nn.Parameter], ignored: set[nn.Parameter]
+) -> tuple[dict[str, nn.Parameter], ...]:
+    """Parameters of ``part`` that no unit has, cut where those of units inside stand between them.
+
+    A run too small for a collective of its own stays with the one before, or after.
+    """
+    runs: list[dict[str, nn.Parameter]] = [{}]
+    for key, param in part.named_parameters():
+        if param in ignored:
+            continue
+        if param in taken or isinstance(param, RaggedDTensor):
+            runs.append({})
+        else:
+            runs[-1][_join(prefix, key)] = param
+    joined: list[dict[str, nn.Parameter]] = []
+    for run in filter(None, runs):
+        if joined and min(_nbytes(run), _nbytes(joined[-1])) < _LEAST_BYTES:
+            joined[-1].update(run)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def _nbytes(params: dict[str, nn.Parameter]) -> int:
+    return sum(param.nbytes for param in params.values())
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -59,11 +98,12 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
                 yield key, element
 
 
-def group_by_buffer(params: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Parameters that can share a buffer: of one dtype and device, all trainable or all frozen."""
-    groups: dict[tuple[torch.dtype, torch.device, bool], dict[str, nn.Parameter]] = {}
-    for name, param in params.items():
-        groups.setdefault((param.dtype, param.device, param.requires_grad), {})[name] = param
+def group_by_buffer(unit: UnitMembers) -> list[dict[str, nn.Parameter]]:
+    """Parameters that can share a buffer: of one run, dtype and device, all trainable or all frozen."""
+    groups: dict[tuple[int, torch.dtype, torch.device, bool], dict[str, nn.Parameter]] = {}
+    for number, run in enumerate(unit.runs):
+        for name, param in run.items():
+            groups.setdefault((number, param.dtype, param.device, param.requires_grad), {})[name] = param
     return list(groups.values())
 
 
