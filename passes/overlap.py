@@ -67,8 +67,8 @@ def _schedule(
     others: Sequence[Need],
 ) -> Scheduled:
     """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large: while they
-    exceed the budget, the schedule gets less. And tasks hold the scratch of a reduction for as long as its gradients,
-    where slots hold it while it runs: what fits in no schedule may fit if nothing overlaps."""
+    exceed the budget, the schedule gets less. And slots of one unit's size may be of no use to another's: what fits as
+    bytes but not as slots may fit if nothing overlaps."""
     assert context.part is not None
     least = least_peak(tasks)
     budget = context.memory_budget
@@ -129,9 +129,11 @@ def _taken(graph: fx.Graph, context: CompileContext) -> tuple[tuple[SlotSpec, ..
 
 
 def room_ahead(tasks: TaskGraph) -> int:
-    """What overlap may take where no budget is given: one unit's parameters, and one unit's gradients, more than a
-    schedule that waits for everything at once. It is what gathering one unit ahead takes."""
-    return max(t.output_bytes for t in tasks.transfers) + max(t.input_bytes for t in tasks.transfers)
+    """What overlap may take where no budget is given: one unit's parameters, and one unit's gradients with the scratch
+    of their reduction, more than a schedule that waits for everything at once. It is what gathering one unit ahead,
+    and reducing it while the next is computed, takes."""
+    reduced = (t.input_bytes + t.scratch_bytes for t in tasks.transfers)
+    return max(t.output_bytes for t in tasks.transfers) + max(reduced)
 
 
 def _move(

@@ -155,9 +155,9 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     full = nbytes_of(each.buffers[0])
     scratch = sum(nbytes_of(buffer) for buffer in each.buffers[1:] if marked_buffer(buffer).use is Use.SCRATCH)
     exchanges = each.launch.target is start_reduce_scatter_quantized
-    if exchanges:  # codes of the gradients, from one scratch buffer to the other
-        full, scratch = scratch // 2, full + scratch // 2
-    cost = collective_cost(context.cluster, ALL_TO_ALL if exchanges else each.kind, full)
+    # What is exchanged are codes of the gradients, from one half of the scratch to the other.
+    sent, kind = (scratch // 2, ALL_TO_ALL) if exchanges else (full, each.kind)
+    cost = collective_cost(context.cluster, kind, sent)
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",
@@ -165,8 +165,9 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         cost.wire_time,
         writers=() if each.gathers else touched or (0,),
         readers=(touched or (segments - 1,)) if each.gathers else (),
-        input_bytes=0 if each.gathers else full + scratch,
+        input_bytes=0 if each.gathers else full,
         output_bytes=full if each.gathers and not each.escapes else 0,
+        scratch_bytes=scratch,
         lane=each.kind,
         load=cost.load,
         stretch=cost.stretch,

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -21,6 +22,7 @@ from vescale_compile.cost import PRESETS
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.report import GraphReport
+from vescale_compile.runtime import collectives
 from vescale_compile.schedule import find_schedule, least_peak
 
 overlap = importlib.import_module("vescale_compile.passes.overlap")  # which the pass of that name hides
@@ -32,9 +34,24 @@ def deep() -> torch.nn.Module:
     return models.Uneven(layers=6)
 
 
-def explained(**options):
+class OneLarge(models.Uneven):
+    """A layer of four times the size of the others."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+        self.layers[3] = torch.nn.Sequential(torch.nn.Linear(13, 28), torch.nn.Tanh(), torch.nn.Linear(28, 13))
+
+
+@contextlib.contextmanager
+def exchanging_world(world_size: int) -> Iterator[None]:
+    """A fake world whose reductions need scratch, as those of gloo do."""
+    with fake_world(world_size), mock.patch.object(collectives, "exchanges_directly", lambda device, group: True):
+        yield
+
+
+def explained(build: models.Model = deep, reshard: bool = True, **options):
     torch._dynamo.reset()
-    model = vc.fully_shard(models.build(deep))
+    model = vc.fully_shard(models.build(build), reshard_after_forward=reshard)
     (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager", **options}).graphs
     return graph
 
@@ -82,6 +99,34 @@ def test_what_the_budget_allows_is_used_and_never_exceeded():
     assert usual.peak_bytes < ample.peak_bytes <= usual.peak_bytes + 3000
     flights = [max(most_in_flight(part.schedule) for part in graph.parts.values()) for graph in (tight, usual)]
     assert flights[0] < flights[1]
+
+
+def test_the_scratch_of_a_reduction_lies_in_a_slot_from_its_launch_to_its_wait_only():
+    with exchanging_world(2):
+        backward = explained(cluster=SLOW_WIRE).parts[Part.BACKWARD]
+    lives = {tenant.what: tenant for slot in backward.slots for tenant in slot.tenants}
+    for unit in (f"layers.{number}" for number in range(6)):
+        gradients, scratch = lives[f"gradients of {unit}"], lives[f"scratch of a reduction of {unit}"]
+        assert gradients.first < scratch.first < scratch.last == gradients.last
+
+
+def test_scratch_takes_no_room_from_what_is_computed_before_its_reduction():
+    with exchanging_world(2):
+        usual = explained(reshard=False, cluster=SLOW_WIRE)
+        tight = explained(reshard=False, cluster=SLOW_WIRE, memory_budget=usual.peak_bytes - 700)
+    assert tight.peak_bytes <= usual.peak_bytes - 700
+    assert tight.exposed_seconds == pytest.approx(usual.exposed_seconds)
+
+
+def test_where_the_slots_of_what_overlaps_do_not_fit_nothing_overlaps():
+    with exchanging_world(2):
+        usual = explained(OneLarge, cluster=SLOW_WIRE)
+        budget = usual.peak_bytes - 3000
+        tight = explained(OneLarge, cluster=SLOW_WIRE, memory_budget=budget)
+        assert tight.peak_bytes <= budget
+        overlapping = mock.patch.object(overlap, "synchronous_schedule", lambda t: find_schedule(t, least_peak(t)))
+        with overlapping, pytest.raises(Exception, match=r"a step takes .* with its slots"):
+            explained(OneLarge, cluster=SLOW_WIRE, memory_budget=budget)
 
 
 def test_an_impossible_budget_says_what_is_needed():

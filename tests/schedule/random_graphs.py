@@ -7,7 +7,8 @@ from vescale_compile.schedule import Compute, TaskGraph, Transfer
 
 @st.composite
 def sharded_steps(draw: st.DrawFn, units: int, *, lanes: int = 1, merge: bool = False, load: float = 0.0) -> TaskGraph:
-    """A forward and a backward over ``units`` units, each gathered twice and reduced once."""
+    """A forward and a backward over ``units`` units, each gathered twice and reduced once, with scratch up to the
+    size of what is reduced."""
     seconds = st.integers(1, 8).map(float)
     sizes = st.integers(1, 4)
     positions = 2 * units
@@ -30,6 +31,7 @@ def sharded_steps(draw: st.DrawFn, units: int, *, lanes: int = 1, merge: bool = 
                 wire_time + draw(st.integers(0, 2)),
                 writers=(last,),
                 input_bytes=size,
+                scratch_bytes=draw(st.integers(0, size)),
                 lane="gathers" if lanes == 1 else "reductions",
                 merge="reductions" if merge else None,
                 load=load,
@@ -61,6 +63,7 @@ def any_graphs(draw: st.DrawFn) -> TaskGraph:
                 readers=readers,
                 input_bytes=input_bytes,
                 output_bytes=output_bytes,
+                scratch_bytes=draw(numbers),
                 lane=wire + draw(st.sampled_from("12")),
                 wire=wire,
                 load=draw(st.sampled_from([0.0, 0.2])),

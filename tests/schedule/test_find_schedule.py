@@ -194,6 +194,36 @@ def test_a_budget_that_nothing_fits_in_is_refused_with_what_takes_the_memory() -
     assert find_schedule(graph, 170).timeline.peak_bytes == 170
 
 
+def reduced_twice(scratch: int) -> TaskGraph:
+    """Two equal layers' gradients of 10 bytes, the second written beside the first's reduction if there is room."""
+    tasks = tuple(Compute(name, 2.0, 100) for name in ("second backward", "first backward", "end"))
+    transfers = [
+        Transfer(f"reduce {index}", 0.0, 2.0, writers=(index,), input_bytes=10, scratch_bytes=scratch)
+        for index in range(2)
+    ]
+    return TaskGraph(tasks, tuple(transfers))
+
+
+def test_scratch_takes_no_room_while_gradients_are_written() -> None:
+    # 10 bytes are written beside 10 in flight with 8 of scratch; all scratch at once would make it 36.
+    assert least_peak(reduced_twice(8)) == 100 + 10 + 8
+    found = find_schedule(reduced_twice(8), 100 + 2 * 10 + 8)
+    assert found.timeline.makespan == found.bound.makespan == 6.0
+    assert found.timeline.peak_bytes == 128
+    assert find_schedule(reduced_twice(8), 127).timeline.makespan == 8.0
+
+
+def test_the_next_reduction_is_launched_when_the_scratch_of_the_one_before_is_free() -> None:
+    found = find_schedule(reduced_twice(8), 128)
+    program = found.schedule.describe(reduced_twice(8)).splitlines()
+    assert program.index("wait   reduce 0") < program.index("launch reduce 1")
+
+
+def test_a_refused_budget_names_the_scratch_that_does_not_fit() -> None:
+    with pytest.raises(BudgetError, match=r"needs 118, at 'second backward': 100 of .*, 8 of the scratch of reduce 0"):
+        find_schedule(reduced_twice(8), 117)
+
+
 def test_processes_whose_strings_hash_differently_find_the_same_schedule() -> None:
     source = (
         "from vescale_compile.published_graphs import published_graph; from vescale_compile.cost import gpu_cluster; "

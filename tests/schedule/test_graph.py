@@ -20,6 +20,7 @@ GATHER = Transfer("gather", 0.0, 1.0, readers=(0,), output_bytes=4)
         (Transfer("t", 0.0, 1.0, readers=(2,)), r"'t': writers and readers \(2,\) must be positions from 0 to 1"),
         (Transfer("t", 0.0, 1.0, writers=(1,), readers=(1,)), "'t': position 1 reads its output before position 1"),
         (Transfer("t", 0.0, 1.0, readers=(0,), output_bytes=-1), "'t': .*output_bytes -1 must not be negative"),
+        (Transfer("t", 0.0, 1.0, writers=(0,), scratch_bytes=-1), "'t': scratch_bytes -1 must not be negative"),
         (Transfer("t", 0.0, 1.0, readers=(0,), load=1.0), r"'t': load 1.0 must be in \[0, 1\)"),
         (Transfer("t", 0.0, 1.0, readers=(0,), stretch=0.5), "'t': stretch 0.5 must be at least 1"),
         (Transfer("gather", 0.0, 1.0, readers=(0,)), "two transfers are named 'gather'"),

@@ -1,5 +1,7 @@
 """The model of execution: each rule on a graph small enough to follow by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from vescale_compile.schedule import (
@@ -71,6 +73,23 @@ def test_an_input_is_held_from_its_first_writer_until_its_wait() -> None:
     assert (late.makespan, late.exposed, late.peak_bytes) == (3.5, 0.5, 12 + 6 + 2)
     soon = run(REDUCTION, Run(0), Run(1), Launch((0,)), Wait((0,)), Run(2))
     assert (soon.makespan, soon.exposed, soon.peak_bytes) == (4.5, 1.5, 10 + 6 + 2)
+
+
+SCRATCHED = TaskGraph(
+    REDUCTION.compute, (transfer("reduce", 1.5, writers=(0, 1), input_bytes=6, output_bytes=2, scratch_bytes=5),)
+)
+
+
+def test_scratch_is_held_between_launch_and_wait_only() -> None:
+    beside = (Run(0), Run(1), Launch((0,)), Run(2), Wait((0,)))
+    at_once = (Run(0), Run(1), Launch((0,)), Wait((0,)), Run(2))
+    assert run(SCRATCHED, *beside).peak_bytes == 12 + 6 + 2 + 5
+    assert run(SCRATCHED, *at_once).peak_bytes == 10 + 6 + 2 + 5
+    first, *others = SCRATCHED.compute
+    large_before = TaskGraph((replace(first, live_bytes=40), *others), SCRATCHED.transfers)
+    large_after = TaskGraph((first, others[0], replace(others[1], live_bytes=40)), SCRATCHED.transfers)
+    assert run(large_before, *at_once).peak_bytes == 40 + 6
+    assert run(large_after, *at_once).peak_bytes == 40 + 2
 
 
 def test_memory_does_not_depend_on_durations() -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from vescale_compile.schedule.graph import TaskGraph, Transfer
-from vescale_compile.schedule.jobs import make_jobs, synchronous
-from vescale_compile.schedule.lifetimes import Lifetimes
 
 _UNLIMITED = 1 << 62
 
@@ -39,9 +37,7 @@ class Bound:
 
 def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     """Bounds the makespan of all schedules of ``graph`` whose peak memory is at most ``budget`` bytes."""
-    lifetimes = Lifetimes(graph)
-    least = synchronous(lifetimes, make_jobs(lifetimes, ()))[1]
-    room = [(_UNLIMITED if budget is None else budget) - nbytes for nbytes in least]
+    room = [(_UNLIMITED if budget is None else budget) - nbytes for nbytes in _held(graph)]
     load = sum(
         min(1.0, transfer.load * transfer.stretch) * transfer.wire_time
         for transfer in graph.transfers
@@ -54,6 +50,25 @@ def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
         communication = max(communication, _seconds(carried) - _most_saved(graph, carried, room))
         critical_path = max(critical_path, _longest_tail(graph, carried, reached, room))
     return Bound(graph.elapsed[-1] + load, communication, critical_path)
+
+
+def _held(graph: TaskGraph) -> list[int]:
+    """By position, what every schedule holds while the compute task there runs. Scratch is not among it: a collective
+    could be in flight before or after any one task."""
+    held = [compute.live_bytes for compute in graph.compute]
+
+    def hold(nbytes: int, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            held[position] += nbytes
+
+    for transfer in graph.transfers:
+        due = len(graph.compute) if transfer.deadline is None else transfer.deadline
+        if transfer.writers:
+            hold(transfer.input_bytes, min(transfer.writers), transfer.ready)
+            hold(min(transfer.input_bytes, transfer.output_bytes), transfer.ready, due)  # sent, or not yet
+        if transfer.readers:
+            hold(transfer.output_bytes, due, max(transfer.readers) + 1)
+    return held
 
 
 def _seconds(transfers: Iterable[Transfer]) -> float:

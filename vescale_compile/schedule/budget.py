@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from vescale_compile.schedule.graph import TaskGraph
-from vescale_compile.schedule.jobs import make_jobs, synchronous
-from vescale_compile.schedule.lifetimes import Lifetimes
+from vescale_compile.schedule.jobs import most_frugal
 
 _SHOWN = 3
 
@@ -23,22 +22,19 @@ class BudgetError(ValueError):
 
 def least_peak(graph: TaskGraph) -> int:
     """Peak bytes of the most frugal schedule of ``graph``: the one that overlaps nothing and keeps nothing."""
-    return max(_least(graph))
+    return max(most_frugal(graph)[1])
 
 
 def check_budget(graph: TaskGraph, budget: int) -> None:
     """Raises BudgetError if no schedule of ``graph`` fits in ``budget`` bytes."""
-    least = _least(graph)
+    _, least = most_frugal(graph)
     if max(least) <= budget:
         return
     position = least.index(max(least))
     compute = graph.compute[position]
-    held = {f"{compute.name}'s own (activations, shards, states)": compute.live_bytes}
-    for transfer in graph.transfers:
-        if transfer.writers and min(transfer.writers) <= position <= max(transfer.writers):
-            held[f"the input of {transfer.name}"] = transfer.input_bytes
-        if transfer.readers and min(transfer.readers) <= position <= max(transfer.readers):
-            held[f"the output of {transfer.name}"] = transfer.output_bytes
+    held = _held(graph, position)
+    if sum(held.values()) < max(least):  # it is what is sent then that makes it the fullest
+        held |= {f"the scratch of {t.name}": t.scratch_bytes for t in graph.transfers if t.ready == position + 1}
     largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]
     listed = ", ".join(f"{size:,} of {what}" for what, size in largest)
     raise BudgetError(
@@ -49,6 +45,13 @@ def check_budget(graph: TaskGraph, budget: int) -> None:
     )
 
 
-def _least(graph: TaskGraph) -> tuple[int, ...]:
-    lifetimes = Lifetimes(graph)
-    return synchronous(lifetimes, make_jobs(lifetimes, ()))[1]
+def _held(graph: TaskGraph, position: int) -> dict[str, int]:
+    """What the compute task at ``position`` needs, in bytes by name."""
+    compute = graph.compute[position]
+    held = {f"{compute.name}'s own (activations, shards, states)": compute.live_bytes}
+    for transfer in graph.transfers:
+        if transfer.writers and min(transfer.writers) <= position <= max(transfer.writers):
+            held[f"the input of {transfer.name}"] = transfer.input_bytes
+        if transfer.readers and min(transfer.readers) <= position <= max(transfer.readers):
+            held[f"the output of {transfer.name}"] = transfer.output_bytes
+    return held

@@ -1,9 +1,9 @@
 """Exhaustive search: the best schedule of a small graph, to measure others against.
 
 It tries every choice of kept outputs, every grouping of transfers that may share a collective, and every program:
-before each compute task any transfers launched in any order, and any inputs waited for. Only what can't be better
-is left out: states seen before, and programs that can no longer beat the best one. Outputs are waited for where
-they are read; sooner frees nothing and could only stall.
+before each compute task any transfers launched in any order, and any inputs and scratch waited for. Only what can't
+be better is left out: states seen before, and programs that can no longer beat the best one. Outputs are waited for
+where they are read; sooner frees nothing and could only stall.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Search:
                 following = machine.fork()
                 following.launch(job.transfers)
                 yield following
-            elif job.transfers in machine.outstanding and (job.input_bytes or machine.position == end):
+            elif job.transfers in machine.outstanding and (job.returned_bytes or machine.position == end):
                 following = machine.fork()
                 following.wait(job.transfers)
                 yield following

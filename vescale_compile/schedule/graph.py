@@ -33,7 +33,8 @@ class Transfer:
     (``output_bytes``) is held from its launch until the last reader has run. A reduce-scatter has writers and, in
     a graph that ends with the gradients, no readers: its gradient buffer (``input_bytes``) is held from the first
     writer on, until it is waited for, which is when the program knows that it is done. Transfers with both exist
-    too. What has no readers is needed at the end, and its output is held to the end.
+    too. What has no readers is needed at the end, and its output is held to the end. What a transfer needs besides,
+    while it is in flight (``scratch_bytes``), is held from its launch until its wait.
 
     Attributes:
         name: unique in the graph.
@@ -43,6 +44,7 @@ class Transfer:
         readers: positions that read the output.
         input_bytes: of the buffer sent, where the schedule decides how long it lives.
         output_bytes: of the buffer received.
+        scratch_bytes: of memory that only the collective uses.
         lane: transfers of one lane run one after another in the order of their launches (a stream).
         wire: transfers that run at the same time on lanes over one wire get equal shares of it.
         load: share of the compute device that the transfer takes while it has its wire to itself, in [0, 1).
@@ -59,6 +61,7 @@ class Transfer:
     readers: tuple[int, ...] = ()
     input_bytes: int = 0
     output_bytes: int = 0
+    scratch_bytes: int = 0
     lane: str = "communication"
     wire: str = "wire"
     load: float = 0.0
@@ -147,8 +150,9 @@ class TaskGraph:
             return f"writers and readers {positions} must be positions from 0 to {len(self.compute) - 1}"
         if transfer.deadline is not None and transfer.deadline < transfer.ready:
             return f"position {transfer.deadline} reads its output before position {transfer.ready - 1} has written"
-        if transfer.input_bytes < 0 or transfer.output_bytes < 0:
-            return f"input_bytes {transfer.input_bytes} and output_bytes {transfer.output_bytes} must not be negative"
+        for what in ("input_bytes", "output_bytes", "scratch_bytes"):
+            if getattr(transfer, what) < 0:
+                return f"{what} {getattr(transfer, what)} must not be negative"
         if not 0 <= transfer.load < 1:
             return f"load {transfer.load} must be in [0, 1)"
         if not 1 <= transfer.stretch < math.inf:

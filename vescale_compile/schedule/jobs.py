@@ -23,8 +23,9 @@ class Job:
         ready: the first position before which it can be launched.
         deadline: the position before which it must be done; the number of positions where that is the end.
         duration: seconds, with the wire to itself.
+        output_bytes: taken at its launch, and kept.
+        scratch_bytes: taken at its launch, and given back at its wait.
         input_bytes: given back at its wait.
-        output_bytes: taken at its launch.
     """
 
     transfers: tuple[int, ...]
@@ -32,8 +33,19 @@ class Job:
     ready: int
     deadline: int
     duration: float
-    input_bytes: int
     output_bytes: int
+    scratch_bytes: int
+    input_bytes: int
+
+    @property
+    def taken_bytes(self) -> int:
+        """What its launch adds to the memory that is held."""
+        return self.output_bytes + self.scratch_bytes
+
+    @property
+    def returned_bytes(self) -> int:
+        """What its wait gives back."""
+        return self.input_bytes + self.scratch_bytes
 
     @property
     def order(self) -> tuple[int, int, tuple[int, ...]]:
@@ -54,8 +66,8 @@ def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tup
     """The program that overlaps nothing: each buffer lives as short as it can.
 
     What must be written first is launched and waited for as soon as it has been written, and the rest where it is
-    needed. No program with these jobs needs less memory at any position, if no output is larger than the input it
-    is made of.
+    needed. No program with these jobs holds less while a compute task runs, if no output is larger than the input it
+    is made of. Only a launch could find more room for its scratch later.
 
     Returns:
         The machine after the program, and by position the peak bytes there, up to what comes next.
@@ -74,11 +86,17 @@ def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tup
         machine.peak = 0
         _one_by_one(machine, due[position])
         machine.run(position)
-        # In this order the first launch is the peak, if no output is larger than the input it is made of.
-        _one_by_one(machine, sorted(ready[position + 1], key=lambda job: (job.output_bytes, job.order)))
+        # Each leaves more room than there was for it: what takes the least goes first.
+        _one_by_one(machine, sorted(ready[position + 1], key=lambda job: (job.taken_bytes, job.order)))
         peaks.append(machine.peak)
     machine.peak = max(peaks)
     return machine, tuple(peaks)
+
+
+def most_frugal(graph: TaskGraph) -> tuple[Machine, tuple[int, ...]]:
+    """:func:`synchronous` for all transfers of a graph, each alone."""
+    lifetimes = Lifetimes(graph)
+    return synchronous(lifetimes, make_jobs(lifetimes, ()))
 
 
 def _one_by_one(machine: Machine, jobs: Sequence[Job]) -> None:
@@ -96,6 +114,7 @@ def _job(graph: TaskGraph, group: tuple[int, ...]) -> Job:
         ready=max(part.ready for part in parts),
         deadline=min(deadlines),
         duration=max(part.latency for part in parts) + sum(part.wire_time for part in parts),
-        input_bytes=sum(part.input_bytes for part in parts),
         output_bytes=sum(part.output_bytes for part in parts),
+        scratch_bytes=sum(part.scratch_bytes for part in parts),
+        input_bytes=sum(part.input_bytes for part in parts),
     )

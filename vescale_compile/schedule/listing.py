@@ -1,16 +1,16 @@
 """The list scheduler: walks through the computation once and launches what a policy prefers and memory allows.
 
 Before each compute task it fills every wire with work that lasts until the task will be over. A launch must leave
-room for all that is still to come in its most frugal form (each gather just before it is read, each reduction
-waited for at once), so the walk never runs into a dead end. Reductions are waited for where their buffers are
-needed: those that are done already whenever that makes room for a launch, others only when the next compute task
-would not fit.
+room for all that is still to come in its most frugal form (what is in flight waited for, each gather just before it
+is read, each reduction waited for at once), so the walk never runs into a dead end. Reductions are waited for where
+their buffers and their scratch are needed: those that are done already whenever that makes room for a launch, others
+only when the next compute task would not fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vescale_compile.schedule.jobs import Grouping, Job, make_jobs, synchronous
@@ -32,7 +32,7 @@ class Frame:
         least: without which nothing works.
         between: base memory while a position's transfers are launched and waited for.
         running: on top of the buffers held then, what the compute task there needs.
-        after: the same for the launches between that task and the next.
+        after: the same between that task and the next, but for what the launches there take.
     """
 
     lifetimes: Lifetimes
@@ -57,10 +57,7 @@ class Frame:
         for position, compute in enumerate(graph.compute):
             written = lifetimes.inputs_at[position]
             running.append(written + compute.live_bytes)
-            outputs = sum(job.output_bytes for job in ready[position + 1])
-            after.append(written - lifetimes.outputs_after[position] + outputs + graph.live_before(position + 1))
-        running.append(graph.live_before(len(graph.compute)))
-        after.append(0)
+            after.append(written - lifetimes.outputs_after[position] + graph.live_before(position + 1))
         return cls(
             lifetimes=lifetimes,
             jobs=jobs,
@@ -108,11 +105,9 @@ class _Walk:
         self.reserved = list(frame.least)
         self.free: dict[str, list[Job]] = {job.wire: [] for job in frame.jobs}  # the earliest deadline last
         self.written: dict[str, list[Job]] = {wire: [] for wire in self.free}  # launchable since it was written
-        self.written_outputs = 0  # bytes that the launches of the written will take
         for job in reversed(frame.jobs):
             if not job.ready:
                 self.free[job.wire].append(job)
-        self.due_inputs = 0  # bytes that waits before the next compute task will give back
         self.flying: list[Job] = []  # launched and not waited for, in launch order
         self.early = 0  # of them, those that a compute task later than the next one waits for
         self.to_launch = dict.fromkeys(self.free, 0.0)  # seconds of wire
@@ -129,7 +124,6 @@ class _Walk:
         due = self.frame.due[position]
         self._add_written(position)
         self.early -= sum(1 for job in due if not job.ready and job.transfers in self.machine.outstanding)
-        self.due_inputs = sum(job.input_bytes for job in due if not self._done(job))
         self._make_room(position)
         for job in due:
             if job.transfers[0] not in self.machine.launched:
@@ -142,18 +136,18 @@ class _Walk:
 
     def finish(self) -> None:
         """Launches what is left, and waits for all."""
-        end, self.due_inputs = len(self.frame.least), 0
+        end = len(self.frame.least)
         self._add_written(end)
-        for job in sorted((job for jobs in self.written.values() for job in jobs), key=self._rank):
-            self._wait_for_inputs(lambda job=job: self._excess(end, job.output_bytes) <= 0)  # type: ignore[misc]
-            self._launch(job, end)
+        while pending := self._pending():
+            size = min(pending, key=self._rank).taken_bytes
+            self._wait_for_room(lambda size=size: size <= self._room)  # type: ignore[misc]
+            self._launch(self._preferred(pending), end)
         for job in list(self.flying):
             self._wait(job)
 
     def _add_written(self, position: int) -> None:
         for job in self.frame.becomes_ready[position]:
             self.written[job.wire].append(job)
-            self.written_outputs += job.output_bytes
 
     def _fill(self, position: int) -> None:
         """Gives each wire work until the compute task at ``position``, which may have to wait, will be over."""
@@ -187,48 +181,61 @@ class _Walk:
         return until - self.machine.backlog(job.wire) - job.duration
 
     def _fits(self, job: Job, position: int) -> bool:
-        """Whether there is room to launch ``job`` now, once what is done has given its input back."""
-        size = job.output_bytes
-        if not job.ready and max(self.reserved[position : job.deadline]) + size > self.budget:
+        """Whether there is room to launch ``job`` now, once what is done has given back what it can."""
+        if not job.ready and max(self.reserved[position : job.deadline]) + job.output_bytes > self.budget:
             return False
-        # The output of what has been written is in the reckoning already, but for the compute task itself.
-        counted = size if job.ready else 0
-        self._wait_for_inputs(lambda: self._excess(position, size, counted) <= 0, done_only=True)
-        return self._excess(position, size, counted) <= 0
+        self._wait_for_room(lambda: self._excess(position, (job,)) <= 0, done_only=True)
+        return self._excess(position, (job,)) <= 0
 
-    def _excess(self, position: int, size: int, counted: int = 0) -> int:
-        """Bytes over budget from here to the next compute task's end, with an output of ``size`` bytes more."""
-        frame, held = self.frame, self.machine.held + size
-        waited = held - self.due_inputs
-        after = waited - counted + self.written_outputs + frame.after[position]
-        return max(held + frame.between[position], waited + frame.running[position], after) - self.budget
+    def _excess(self, position: int, launched: Sequence[Job]) -> int:
+        """Bytes over budget from here to what follows the next compute task, with some more ``launched`` now."""
+        frame, flying = self.frame, (*self.flying, *launched)
+        held = self.machine.held + sum(job.taken_bytes for job in launched)
+        running = held - sum(job.returned_bytes for job in flying if job.deadline == position)
+        pending = [job for job in self._pending() if job not in launched]
+        after = held - sum(job.returned_bytes for job in flying)
+        after += _one_by_one([*pending, *frame.becomes_ready[position + 1]])
+        most = max(held + frame.between[position], running + frame.running[position], after + frame.after[position])
+        return most - self.budget
 
     def _make_room(self, position: int) -> None:
         """Waits for reductions, launching them if need be, until the next compute task fits."""
-        self._wait_for_inputs(lambda: self._excess_with_due(position) <= 0)
-        while self._excess_with_due(position) > 0 and any(self.written.values()):
-            job = min((job for jobs in self.written.values() for job in jobs), key=self._rank)
+        self._wait_for_room(lambda: self._excess_with_due(position) <= 0)
+        while self._excess_with_due(position) > 0 and (pending := self._pending()):
+            job = self._preferred(pending)
             self._launch(job, position)
             self._wait(job)
 
     def _excess_with_due(self, position: int) -> int:
         """Bytes over budget with all launched that the next compute task waits for."""
-        due = [job for job in self.frame.due[position] if job.transfers[0] not in self.machine.launched]
-        counted = sum(job.output_bytes for job in due if job.ready)
-        return self._excess(position, sum(job.output_bytes for job in due), counted)
+        due = self.frame.due[position]
+        return self._excess(position, [job for job in due if job.transfers[0] not in self.machine.launched])
 
-    def _wait_for_inputs(self, enough: Callable[[], bool], *, done_only: bool = False) -> None:
-        """Waits for collectives that hold an input, in launch order, until there is enough room."""
+    @property
+    def _room(self) -> int:
+        """Bytes that a launch may take now."""
+        return self.budget - self.machine.held - self.frame.between[self.machine.position]
+
+    def _pending(self) -> list[Job]:
+        """What has been written and not launched."""
+        return [job for jobs in self.written.values() for job in jobs]
+
+    def _preferred(self, pending: Sequence[Job]) -> Job:
+        """The first by rank of those that there is room for; where there is none, what takes the least."""
+        fitting = [job for job in pending if job.taken_bytes <= self._room]
+        return min(fitting, key=self._rank) if fitting else min(pending, key=lambda job: (job.taken_bytes, job.order))
+
+    def _wait_for_room(self, enough: Callable[[], bool], *, done_only: bool = False) -> None:
+        """Waits for collectives that will give something back, in launch order, until there is enough room."""
         for job in list(self.flying):
             if enough():
                 return
-            if job.input_bytes and not (done_only and self.machine.outstanding[job.transfers].stopped is None):
+            if job.returned_bytes and not (done_only and self.machine.outstanding[job.transfers].stopped is None):
                 self._wait(job)
 
     def _launch(self, job: Job, position: int) -> None:
         if job.ready:
             self.written[job.wire].remove(job)
-            self.written_outputs -= job.output_bytes
         else:
             self.free[job.wire].remove(job)
             self.early += job.deadline > position
@@ -241,8 +248,12 @@ class _Walk:
     def _wait(self, job: Job) -> None:
         self.machine.wait(job.transfers)
         self.flying.remove(job)
-        if job.deadline == self.machine.position < len(self.frame.least):
-            self.due_inputs -= job.input_bytes
 
-    def _done(self, job: Job) -> bool:
-        return job.transfers[0] in self.machine.done
+
+def _one_by_one(jobs: Sequence[Job]) -> int:
+    """The most bytes that launches take if each is waited for before the next; what takes the least goes first."""
+    most = held = 0
+    for job in sorted(jobs, key=lambda job: job.taken_bytes):
+        most = max(most, held + job.taken_bytes)
+        held += job.taken_bytes - job.returned_bytes
+    return most

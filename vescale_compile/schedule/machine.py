@@ -113,11 +113,11 @@ class Machine:
         queue.append(collective)
         if len(queue) == 1:
             collective.started = self.now
-        self.held += sum(part.output_bytes for part in parts)
+        self.held += sum(part.output_bytes + part.scratch_bytes for part in parts)
         self.peak = max(self.peak, self.held + self.graph.live_before(self.position))
 
     def wait(self, transfers: tuple[int, ...]) -> None:
-        """Waits for a collective, and gives its input back."""
+        """Waits for a collective, and gives its input and its scratch back."""
         collective = self.outstanding.pop(transfers, None)
         if collective is None:
             raise ScheduleError(f"{names(self.graph, transfers)}: waited for, but not in flight")
@@ -128,7 +128,8 @@ class Machine:
         if self.now > before:
             self.stalls[transfers] = self.now - before
         self.done.update(transfers)
-        self.held -= sum(self.graph.transfers[index].input_bytes for index in transfers)
+        parts = [self.graph.transfers[index] for index in transfers]
+        self.held -= sum(part.input_bytes + part.scratch_bytes for part in parts)
 
     def run(self, position: int) -> None:
         """Runs a compute task to its end."""

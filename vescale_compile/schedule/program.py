@@ -22,7 +22,7 @@ class Launch(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Waits until a collective is done, and gives its input back."""
+    """Waits until a collective is done, and gives its input and its scratch back."""
 
     transfers: tuple[int, ...]
 

@@ -15,7 +15,7 @@ from vescale_compile.schedule.bound import Bound, lower_bound
 from vescale_compile.schedule.budget import check_budget, least_peak
 from vescale_compile.schedule.coarsen import coarsen
 from vescale_compile.schedule.graph import TaskGraph
-from vescale_compile.schedule.jobs import Grouping, make_jobs, synchronous
+from vescale_compile.schedule.jobs import Grouping, most_frugal, synchronous
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.listing import Frame, list_schedule
 from vescale_compile.schedule.machine import Machine
@@ -78,9 +78,7 @@ def find_schedule(graph: TaskGraph, memory_budget: int | None = None, *, toleran
 
 def synchronous_schedule(graph: TaskGraph) -> Scheduled:
     """The schedule that overlaps nothing, in which each collective is waited for as soon as it is launched."""
-    lifetimes = Lifetimes(graph)
-    machine, _ = synchronous(lifetimes, make_jobs(lifetimes, ()))
-    schedule = Schedule(tuple(machine.instructions))
+    schedule = Schedule(tuple(most_frugal(graph)[0].instructions))
     return Scheduled(schedule, simulate(graph, schedule), lower_bound(graph, None))
 
 
