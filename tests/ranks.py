@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,17 @@ _context.set_forkserver_preload(
     [
         *("vescale_compile", "vescale_compile.sharding", "vescale_compile.backend"),
         *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "pytest"),
+        *("transformers.models.llama.modeling_llama", "transformers.models.gpt_oss.modeling_gpt_oss"),
         "first_compilation",
     ]
 )
+
+
+def _start_server() -> None:
+    """Unless it runs. Python 3.11's does not take over ``sys.path``, and silently passes over modules it can't find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
 
 
 class RanksFailed(AssertionError):
@@ -120,6 +128,7 @@ class _World:
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
+        _start_server()
         for rank in range(world_size):
             pipe, remote = _context.Pipe()
             process = _context.Process(target=_serve, args=(remote, rank, world_size, self.directory.name), daemon=True)

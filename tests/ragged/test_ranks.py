@@ -1,6 +1,8 @@
 """The harness: results by rank, failures with every rank's traceback or stack, then a fresh world."""
 
+import gc
 import os
+import sys
 import time
 
 import pytest
@@ -19,6 +21,10 @@ def sum_of_ranks(offset: int) -> tuple[int, torch.Tensor]:
 
 def process_id() -> int:
     return os.getpid()
+
+
+def inherited() -> bool:
+    return "first_compilation" in sys.modules and gc.get_freeze_count() > 0
 
 
 def random_number() -> float:
@@ -43,6 +49,10 @@ def sleep_on_rank_1() -> None:
 
 def test_every_rank_returns_its_result() -> None:
     assert run_on_ranks(3, sum_of_ranks, 10) == [(rank, 33) for rank in range(3)]
+
+
+def test_ranks_inherit_what_a_first_compilation_sets_up() -> None:
+    assert run_on_ranks(2, inherited) == [True, True]
 
 
 def test_a_world_is_kept_and_starts_every_function_from_one_seed() -> None:
