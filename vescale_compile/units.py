@@ -10,7 +10,6 @@ from torch import nn
 
 from .ragged.dtensor import RaggedDTensor
 
-
 _LEAST_BYTES = 1 << 20  # of a run: a collective of less takes as long as one of nothing, or nearly
 
 
