@@ -33,13 +33,13 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
     shapes = published(model).units
     units = {name: sum(map(math.prod, unit.values())) for name, unit in shapes.items()}
     config = PUBLISHED[model][1]
-    hidden, layers = config["hidden_size"], [name for name in units if name != "rest"]
+    hidden, layers = config["hidden_size"], [name for name in units if name not in ("embedding", "head")]
     heads = config["num_attention_heads"] * config.get("head_dim", 192)
     states = sum(units.values()) * STATE_BYTES // cluster.ranks
     attention = 2 * sequence * heads * tokens
     active = [_active_parameters(model, shapes[name]) for name in layers]
     forward = [cluster.device.seconds(2 * tokens * numel + attention, 0, "bfloat16") for numel in active]
-    head = cluster.device.seconds(2 * tokens * hidden * config["vocab_size"], 0, "bfloat16")
+    scores = cluster.device.seconds(2 * tokens * hidden * config["vocab_size"], 0, "bfloat16")
     saved, working = 2 * tokens * hidden, 40 * tokens * hidden
 
     compute = [Compute("embedding", 1e-5, states + saved)]
@@ -47,7 +47,7 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
         live = states + (index + 1) * saved + working
         compute += [Compute(f"{layers[index]} {part}", seconds / 2, live) for part in ("attention", "mlp")]
     live = states + len(layers) * saved + 8 * tokens * hidden
-    compute += [Compute("head", head, live), Compute("head backward", 2 * head, live)]
+    compute += [Compute("head", scores, live), Compute("head backward", 2 * scores, live)]
     for index, seconds in reversed(list(enumerate(forward))):
         live = states + (index + 1) * saved + 2 * working
         compute += [Compute(f"{layers[index]} {part} backward", 1.5 * seconds, live) for part in ("mlp", "attention")]
@@ -55,22 +55,23 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
 
     end = len(compute) - 1
     spans = {name: (1 + 2 * index, 2 + 2 * index) for index, name in enumerate(layers)}
-    uses: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
-    uses = [("rest", (0, 1 + 2 * len(layers)), (end - 1 - 2 * len(layers), end))]
-    uses += [(name, spans[name], (end - spans[name][1], end - spans[name][0])) for name in layers]
+    uses: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {"embedding": ((0,), (end,))}
+    uses |= {name: (spans[name], (end - spans[name][1], end - spans[name][0])) for name in layers}
+    uses["head"] = ((1 + 2 * len(layers),), (2 + 2 * len(layers),))
     transfers = []
-    for name, readers, _ in uses:
+    for name, (readers, _) in uses.items():
         cost = collective_cost(cluster, "all_gather", PARAM_BYTES * units[name])
         transfers.append(_transfer(f"gather {name}", cost, readers=readers, output_bytes=PARAM_BYTES * units[name]))
-    for index, (name, _, backward) in enumerate(uses):
+    for index, (name, (_, backward)) in enumerate(uses.items()):
+        if name == "embedding":  # its gradient does not depend on it
+            continue
         cost = collective_cost(cluster, "all_gather", PARAM_BYTES * units[name])
-        readers = backward if name != "rest" else backward[:1]
         transfers.append(
             _transfer(
-                f"gather {name} again", cost, readers=readers, output_bytes=PARAM_BYTES * units[name], repeats=index
+                f"gather {name} again", cost, readers=backward, output_bytes=PARAM_BYTES * units[name], repeats=index
             )
         )
-    for name, _, backward in uses:
+    for name, (_, backward) in uses.items():
         nbytes = GRADIENT_BYTES * units[name]
         cost = collective_cost(cluster, "reduce_scatter", nbytes)
         transfers.append(_transfer(f"reduce {name}", cost, writers=backward, input_bytes=nbytes))

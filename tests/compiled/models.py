@@ -106,6 +106,11 @@ def hf_gpt_oss_of_one_layer() -> nn.Module:
     return hf_gpt_oss(layers=1)
 
 
+def many_words() -> nn.Module:
+    """An embedding and a head of a mebibyte each."""
+    return Llama(LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=8192))
+
+
 def deep() -> nn.Module:
     return Uneven(layers=6)
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import vescale_compile as vc
+from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.sharded_module import buffers_in
 
 
@@ -26,6 +27,29 @@ def unit_names(module: nn.Module) -> list[str]:
 def test_called_on_the_root_each_element_of_a_module_list_is_a_unit_and_the_rest_another():
     model = vc.fully_shard(models.build(models.Uneven))
     assert unit_names(model) == ["(root)", "layers.0", "layers.1"]
+
+
+def test_what_stands_before_and_after_the_units_inside_has_a_buffer_each():
+    with fake_world(2):
+        model = vc.fully_shard(models.build(models.many_words))
+        assert unit_names(model) == ["(root)#0", "(root)#1", "layers.0", "layers.1"]
+        contents = {buffer.name: [slot.name for slot in buffer.slots] for buffer in buffers_in(model)}
+    assert contents["(root)#0"] == ["embedding.weight"]
+    assert sorted(contents["(root)#1"]) == ["head.weight", "norm.weight"]
+
+
+def test_a_tied_embedding_and_head_are_one_parameter_in_one_buffer():
+    with fake_world(2):
+        tied = Llama(LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=8192, tie_embeddings=True))
+        assert unit_names(vc.fully_shard(tied)) == ["(root)", "layers.0", "layers.1"]
+
+
+def test_units_of_earlier_calls_part_what_stands_before_and_after_them_too():
+    with fake_world(2):
+        model = models.build(models.many_words)
+        for layer in model.layers:
+            vc.fully_shard(layer)
+        assert unit_names(vc.fully_shard(model)) == ["(root)#0", "(root)#1", "layers.0", "layers.1"]
 
 
 @on_ranks(2)

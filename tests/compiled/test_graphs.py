@@ -8,8 +8,11 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import fake_world, on_ranks
 from torch.profiler import ProfilerActivity, profile
+
+import vescale_compile as vc
+from vescale_compile.passes.context import Part
 
 GATHER, REDUCE = "start_all_gather", "start_reduce_scatter"
 CARRY, TAKE = "carry_all_gather", "take_all_gather"  # the first gather of the backward, launched in the forward
@@ -45,6 +48,16 @@ def test_a_unit_is_gathered_once_reduced_once_and_gathered_again_where_it_reshar
     dumps = dump_of_one_step(tmp_path, models.llama, 64, reshard_after_forward=reshard)
     assert collectives(final(dumps, "forward")) == {GATHER: UNITS, **ahead}
     assert collectives(final(dumps, "backward")) == {REDUCE: UNITS, **again}
+
+
+def test_an_embedding_is_gathered_for_its_lookup_alone_and_leaves_its_memory_to_the_head():
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = vc.fully_shard(models.build(models.many_words))
+        (graph,) = vc.explain(model, *models.batches(1, 8192)[0], options={"lowering": "eager"}).graphs
+    assert "launch all_gather of (root)#0" not in graph.parts[Part.BACKWARD].schedule
+    forward = [{tenant.what for tenant in slot.tenants} for slot in graph.parts[Part.FORWARD].slots]
+    assert {f"gathered parameters of (root)#{buffer}" for buffer in (0, 1)} in forward
 
 
 @on_ranks(3)

@@ -41,7 +41,7 @@ def test_the_table_has_units_totals_and_remedies(capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("gpt-oss-120b on 1,024 ranks, blocks: Rows(count=128); planned in ")
     assert lines[2].split()[:5] == ["model.layers.0", "36", "3,213,080,192", "3", "3,842,048"]
-    assert lines[5].split()[:3] == ["total", "37", "116,829,156,672"]
+    assert lines[6].split()[:3] == ["total", "38", "116,829,156,672"]
     assert "  2 such units as one: padding 5.74 %, 0.86 times the memory" in lines
 
 
@@ -61,7 +61,7 @@ def test_json_has_the_same_figures_for_each_number_of_ranks(capsys: pytest.Captu
         (["--tile", "32x64"], "Rows(count=32)", 32 * 2880),
         (["--elements", "7168"], "Elements(count=7168)", 7168),
         (["--whole"], "Whole()", 201088 * 2880),
-        ([], "None", 35352),
+        ([], "None", 17680),
     ],
 )
 def test_block_options(
@@ -69,8 +69,8 @@ def test_block_options(
 ) -> None:
     (found,) = figures(capsys, "--model", "gpt-oss-120b", "--world", "32768", *options)
     assert found["granularity"] == granularity
-    rest = found["units"][1]
-    assert rest["name"] == "rest" and rest["shard_numel"] % shard_numel == 0
+    embedding = found["units"][1]
+    assert embedding["name"] == "embedding" and embedding["shard_numel"] % shard_numel == 0
 
 
 def test_only_gives_blocks_to_the_names_that_match(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Shapes of published models in units as ``fully_shard`` groups them: one for each layer, one for the rest.
+"""Shapes of published models in units as ``fully_shard`` groups them: each layer, and what stands before and after.
 
 Sources, read as ``torch.nn`` shapes (a linear layer from ``in`` to ``out`` is ``(out, in)``):
 
@@ -58,12 +58,8 @@ def published(model: str) -> ModelShapes:
         for i, layer in enumerate(layers(config))
     }
     embedding = (config["vocab_size"], config["hidden_size"])
-    rest: Shapes = {
-        "model.embed_tokens.weight": embedding,
-        "model.norm.weight": embedding[1:],
-        "lm_head.weight": embedding,
-    }
-    return ModelShapes(model, {**units, "rest": rest})
+    head: Shapes = {"model.norm.weight": embedding[1:], "lm_head.weight": embedding}
+    return ModelShapes(model, {**units, "embedding": {"model.embed_tokens.weight": embedding}, "head": head})
 
 
 def _mlp(prefix: str, hidden: int, inner: int) -> Shapes:
