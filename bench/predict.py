@@ -176,7 +176,12 @@ class _Bench:
         for rate, group in itertools.groupby(settings, key=lambda setting: setting.rate):
             joined.at(rate)
             _say(f"measuring the collectives of {len(joined.hosts)} hosts at {rate}")
-            measured = ranks.ask("measure_collectives")[0]
+            measured: dict[str, MeasuredCollective] = ranks.ask("measure_collectives")[0]
+            for kind, each in measured.items():
+                _say(
+                    f"  {kind}: {1e3 * each.latency:.2f} ms and {each.bandwidth / 1e6:.0f} MB/s; computation beside it "
+                    f"loses {100 * each.load:.0f} %, and it takes {each.stretch:.2f} times as long"
+                )
             cluster = cluster_of(device, len(joined.hosts), rate, measured, contending)
             for setting in group:
                 forecast: Forecast = ranks.ask("prepare", FOUR_LAYERS[setting.size], cluster)[0]

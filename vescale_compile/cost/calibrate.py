@@ -26,12 +26,13 @@ from vescale_compile.runtime.collectives import Pending, scratch_numel, start_al
 
 # On a CPU small enough that some repetitions run without being interrupted.
 _MATRIX = {"cpu": 512, "cuda": 8192}  # rows and columns
+_BESIDE = {"cpu": (64, 1024, 16), "cuda": (8192, 8192, 1)}  # rows, size and number of matrices that are multiplied
 _COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}
 _COLLECTIVE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _REPEATS = 15
-_BATCHES, _BATCH = 3, 5  # of collectives
+_BATCHES, _BATCH, _BATCH_BYTES = 3, 5, 1 << 25  # of collectives: how many in each, at least, and how much
 _FEWEST, _SHARES = 3, (0.5, 2.0)  # products beside a collective, and how much of its time they take
-_LOADS, _STRETCHES = [i / 50 for i in range(46)], [1 + i / 20 for i in range(81)]
+_LOADS, _STRETCHES = [i / 50 for i in range(46)], [1 + i / 20 for i in range(41)]
 
 
 def calibrate(
@@ -92,10 +93,10 @@ def calibrate_collectives(
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Latency (s) and bandwidth (bytes/s) of ``seconds = latency + size / bandwidth``.
 
-    Least squares of the relative errors, so that small sizes count as much as large ones; the latency is not
-    negative.
+    Least squares of the errors, each weighted by the inverse of the time itself: small sizes count, but large ones are
+    where time goes. The latency is not negative.
     """
-    weights = [1 / each**2 for each in seconds]
+    weights = [1 / each for each in seconds]
     total = sum(weights)
     mean_size = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
     mean = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
@@ -159,19 +160,20 @@ def _times(run: Callable[[], Any], device: str) -> list[float]:
     return times
 
 
-def _back_to_back(run: Callable[[], Any], device: str, group: dist.ProcessGroup | None) -> float:
-    """Seconds of one of several runs without a pause. A single one can seem faster than the wire is: by what a switch
-    or a socket buffers, or by what a peer has sent before this rank began to count."""
-    run()
+def _back_to_back(start: Callable[[], Pending], nbytes: int, device: str, group: dist.ProcessGroup | None) -> float:
+    """Seconds of one of many without a pause. One, or a few small ones, can seem faster than the wire is: by what a
+    switch or a socket buffers, or by what a peer has sent before this rank began to count."""
+    count = max(_BATCH, _BATCH_BYTES // nbytes)
+    start().wait()
     batches = []
     for _ in range(_BATCHES):
         dist.barrier(group)
         _synchronize(device)
-        start = time.perf_counter()
-        for _ in range(_BATCH):
-            run()
+        begin = time.perf_counter()
+        for _ in range(count):
+            start().wait()
         _synchronize(device)
-        batches.append((time.perf_counter() - start) / _BATCH)
+        batches.append((time.perf_counter() - begin) / count)
     return statistics.median(batches)
 
 
@@ -187,7 +189,7 @@ def _measure_collective(
     for nbytes in sizes:
         full = torch.zeros(nbytes // 4, device=device)
         start = _collective(kind, full, full.new_zeros(full.numel() // ranks), group)
-        seconds.append(_back_to_back(lambda start=start: start().wait(), device, group))  # type: ignore[misc]
+        seconds.append(_back_to_back(start, nbytes, device, group))
     seconds = agree(seconds)
     latency, bandwidth = fit(sizes, seconds)
     load, stretch = _contention(start, seconds[-1], device, group, agree)
@@ -203,13 +205,15 @@ def _contention(
 ) -> tuple[float, float]:
     """What computation and a collective take of each other: ``load`` and ``stretch`` of :class:`MeasuredCollective`.
 
-    They are found from computation beside it that is over before it, and from computation that lasts longer.
+    They are found from computation beside it that is over before it, and from computation that lasts longer: products
+    with matrices that on a CPU are not in its caches, as in a training step.
 
     Args:
         start: launches the collective.
         alone: seconds that it takes by itself.
     """
-    a, b = (torch.randn(_MATRIX[device], _MATRIX[device], device=device) for _ in range(2))
+    rows, size, count = _BESIDE[device]
+    a, *matrices = (torch.randn(n, size, device=device) for n in (rows, *[size] * count))
     out = torch.empty_like(a)
 
     def both(products: int, communicate: bool) -> float:
@@ -217,8 +221,8 @@ def _contention(
         _synchronize(device)
         begin = time.perf_counter()
         pending = start() if communicate else None
-        for _ in range(products):
-            torch.mm(a, b, out=out)
+        for number in range(products):
+            torch.mm(a, matrices[number % count], out=out)
         if pending is not None:
             pending.wait()
         _synchronize(device)
