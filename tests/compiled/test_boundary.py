@@ -1,7 +1,5 @@
 """The first gather of the backward is launched while the forward ends, whatever comes between the two."""
 
-from dataclasses import replace
-
 import models
 import pytest
 import torch
@@ -9,12 +7,10 @@ from ranks import fake_world, on_ranks
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
-from vescale_compile.cost import PRESETS
 from vescale_compile.passes.context import Part
 from vescale_compile.runtime import crossing
 
-SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
-OPTIONS = {"lowering": "eager", "cluster": SLOW_WIRE}
+OPTIONS = {"lowering": "eager", "cluster": models.SLOW_WIRE}
 UNITS = 3
 CARRY, TAKE = "carry all_gather of (root)", "take all_gather of (root)"
 

@@ -27,12 +27,6 @@ from vescale_compile.schedule import find_schedule, least_peak
 
 overlap = importlib.import_module("vescale_compile.passes.overlap")  # which the pass of that name hides
 
-SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
-
-
-def deep() -> torch.nn.Module:
-    return models.Uneven(layers=6)
-
 
 class OneLarge(models.Uneven):
     """A layer of four times the size of the others."""
@@ -49,7 +43,7 @@ def exchanging_world(world_size: int) -> Iterator[None]:
         yield
 
 
-def explained(build: models.Model = deep, reshard: bool = True, **options):
+def explained(build: models.Model = models.deep, reshard: bool = True, **options):
     torch._dynamo.reset()
     model = vc.fully_shard(models.build(build), reshard_after_forward=reshard)
     (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager", **options}).graphs
@@ -66,7 +60,7 @@ def most_in_flight(schedule: tuple[str, ...]) -> int:
 
 def test_a_gather_is_launched_before_the_unit_ahead_of_it_has_run():
     with fake_world(2):
-        graph = explained(cluster=SLOW_WIRE)
+        graph = explained(cluster=models.SLOW_WIRE)
     schedule = graph.parts[Part.FORWARD].schedule
     launched = schedule.index("launch all_gather of layers.3")
     assert launched < schedule.index("wait all_gather of layers.2")
@@ -74,14 +68,14 @@ def test_a_gather_is_launched_before_the_unit_ahead_of_it_has_run():
 
 def test_reductions_are_waited_for_after_the_next_unit_has_begun():
     with fake_world(2):
-        graph = explained(cluster=SLOW_WIRE)
+        graph = explained(cluster=models.SLOW_WIRE)
     schedule = graph.parts[Part.BACKWARD].schedule
     assert schedule.index("wait reduce_scatter of layers.3") > schedule.index("wait all_gather of layers.2")
 
 
 def test_everything_launched_is_waited_for():
     with fake_world(2):
-        graph = explained(cluster=SLOW_WIRE)
+        graph = explained(cluster=models.SLOW_WIRE)
     for part in graph.parts.values():
         launched = sorted(event.removeprefix("launch ") for event in part.schedule if event.startswith("launch"))
         assert launched == sorted(event.removeprefix("wait ") for event in part.schedule if event.startswith("wait"))
@@ -92,9 +86,9 @@ def test_everything_launched_is_waited_for():
 
 def test_what_the_budget_allows_is_used_and_never_exceeded():
     with fake_world(2):
-        usual = explained(cluster=SLOW_WIRE)
-        ample = explained(cluster=SLOW_WIRE, memory_budget=usual.peak_bytes + 3000)
-        tight = explained(cluster=SLOW_WIRE, memory_budget=usual.peak_bytes - 1900)
+        usual = explained(cluster=models.SLOW_WIRE)
+        ample = explained(cluster=models.SLOW_WIRE, memory_budget=usual.peak_bytes + 3000)
+        tight = explained(cluster=models.SLOW_WIRE, memory_budget=usual.peak_bytes - 1900)
     assert tight.peak_bytes <= usual.peak_bytes - 1900
     assert usual.peak_bytes < ample.peak_bytes <= usual.peak_bytes + 3000
     flights = [max(most_in_flight(part.schedule) for part in graph.parts.values()) for graph in (tight, usual)]
@@ -103,7 +97,7 @@ def test_what_the_budget_allows_is_used_and_never_exceeded():
 
 def test_the_scratch_of_a_reduction_lies_in_a_slot_from_its_launch_to_its_wait_only():
     with exchanging_world(2):
-        backward = explained(cluster=SLOW_WIRE).parts[Part.BACKWARD]
+        backward = explained(cluster=models.SLOW_WIRE).parts[Part.BACKWARD]
     lives = {tenant.what: tenant for slot in backward.slots for tenant in slot.tenants}
     for unit in (f"layers.{number}" for number in range(6)):
         gradients, scratch = lives[f"gradients of {unit}"], lives[f"scratch of a reduction of {unit}"]
@@ -112,21 +106,21 @@ def test_the_scratch_of_a_reduction_lies_in_a_slot_from_its_launch_to_its_wait_o
 
 def test_scratch_takes_no_room_from_what_is_computed_before_its_reduction():
     with exchanging_world(2):
-        usual = explained(reshard=False, cluster=SLOW_WIRE)
-        tight = explained(reshard=False, cluster=SLOW_WIRE, memory_budget=usual.peak_bytes - 700)
+        usual = explained(reshard=False, cluster=models.SLOW_WIRE)
+        tight = explained(reshard=False, cluster=models.SLOW_WIRE, memory_budget=usual.peak_bytes - 700)
     assert tight.peak_bytes <= usual.peak_bytes - 700
     assert tight.exposed_seconds == pytest.approx(usual.exposed_seconds)
 
 
 def test_where_the_slots_of_what_overlaps_do_not_fit_nothing_overlaps():
     with exchanging_world(2):
-        usual = explained(OneLarge, cluster=SLOW_WIRE)
+        usual = explained(OneLarge, cluster=models.SLOW_WIRE)
         budget = usual.peak_bytes - 3000
-        tight = explained(OneLarge, cluster=SLOW_WIRE, memory_budget=budget)
+        tight = explained(OneLarge, cluster=models.SLOW_WIRE, memory_budget=budget)
         assert tight.peak_bytes <= budget
         overlapping = mock.patch.object(overlap, "synchronous_schedule", lambda t: find_schedule(t, least_peak(t)))
         with overlapping, pytest.raises(Exception, match=r"a step takes .* with its slots"):
-            explained(OneLarge, cluster=SLOW_WIRE, memory_budget=budget)
+            explained(OneLarge, cluster=models.SLOW_WIRE, memory_budget=budget)
 
 
 def test_an_impossible_budget_says_what_is_needed():
@@ -148,9 +142,9 @@ def test_an_option_that_makes_no_sense_is_refused(option, value):
 def test_generated_code_launches_and_waits_in_the_order_of_the_schedule():
     torch._dynamo.reset()
     reports: list[GraphReport] = []
-    backend = functools.partial(vescale, options={"cluster": SLOW_WIRE}, on_compiled=reports.append)
+    backend = functools.partial(vescale, options={"cluster": models.SLOW_WIRE}, on_compiled=reports.append)
     with fake_world(2):
-        call = torch.compile(vc.fully_shard(models.build(deep)), backend=backend)
+        call = torch.compile(vc.fully_shard(models.build(models.deep)), backend=backend)
         _, codes = run_and_get_code(lambda: call(*models.batches(1, 11)[0]).backward())
     event = r"torch\.ops\.vescale\.(start|wait|carry|take)_(all_gather|reduce_scatter)\.default\(.*?(\d+)(?:, '.*)?\)$"
     names = [unit.name for unit in reports[0].units]
@@ -188,10 +182,10 @@ def test_generated_code_touches_no_slot_while_it_is_gathered_into():
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_ranks(2, deadline_s=300)
 def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowering):
-    graph = explained(lowering=lowering, cluster=SLOW_WIRE)
+    graph = explained(lowering=lowering, cluster=models.SLOW_WIRE)
     torch._dynamo.reset()
-    model = vc.fully_shard(models.build(deep))
-    call = torch.compile(model, backend="vescale", options={"lowering": lowering, "cluster": SLOW_WIRE})
+    model = vc.fully_shard(models.build(models.deep))
+    call = torch.compile(model, backend="vescale", options={"lowering": lowering, "cluster": models.SLOW_WIRE})
     data = models.batches(1, 11)[0]
     call(*data).backward()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
@@ -209,12 +203,15 @@ def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowerin
 @on_ranks(2)
 def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
     losses = []
-    for cluster in (SLOW_WIRE, replace(SLOW_WIRE, within=PRESETS["h100"](2).within, between=PRESETS["h100"](2).within)):
+    for cluster in (
+        models.SLOW_WIRE,
+        replace(models.SLOW_WIRE, within=PRESETS["h100"](2).within, between=PRESETS["h100"](2).within),
+    ):
         torch._dynamo.reset()
-        model = vc.fully_shard(models.build(deep))
+        model = vc.fully_shard(models.build(models.deep))
         call = torch.compile(model, backend="vescale", options={"lowering": "eager", "cluster": cluster})
         losses.append(models.train(call, model.parameters(), models.batches(4, 11)))
-    _, reference = models.train_unsharded(deep, models.batches(4, 11))
+    _, reference = models.train_unsharded(models.deep, models.batches(4, 11))
     assert losses[0] == losses[1] == reference
 
 
@@ -223,9 +220,9 @@ def test_ranks_that_would_schedule_differently_follow_the_first_of_them():
     """As with batches of different sizes, one of which hides more than the other."""
     torch._dynamo.reset()
     frugal = mock.patch.object(overlap, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks)))
-    model = vc.fully_shard(models.build(deep))
+    model = vc.fully_shard(models.build(models.deep))
     batch = models.batches(1, 11)[0]
-    options = {"lowering": "eager", "cluster": SLOW_WIRE}
+    options = {"lowering": "eager", "cluster": models.SLOW_WIRE}
     with frugal if dist.get_rank() else contextlib.nullcontext():
         (graph,) = vc.explain(model, *batch, options=options).graphs
         own = [part.schedule for part in graph.parts.values()]
@@ -238,7 +235,7 @@ def test_ranks_that_would_schedule_differently_follow_the_first_of_them():
 @on_ranks(2)
 def test_a_rank_alone_compiles_again_for_a_longer_batch_without_another_schedule():
     torch._dynamo.reset()
-    model = vc.fully_shard(models.build(deep))
+    model = vc.fully_shard(models.build(models.deep))
     call = torch.compile(model, backend="vescale", options={"lowering": "eager", "deadline": 20}, dynamic=False)
     call(*models.batches(1, 11)[0]).backward()
     before, now = (2, 5), (3, 6) if dist.get_rank() else (2, 5)

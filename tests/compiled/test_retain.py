@@ -1,7 +1,6 @@
 """Selective resharding: within a memory budget, what the backward need not gather again."""
 
 import re
-from dataclasses import replace
 
 import models
 import pytest
@@ -11,25 +10,19 @@ from ranks import fake_world, on_ranks
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
-from vescale_compile.cost import PRESETS
 from vescale_compile.passes.context import Part
 from vescale_compile.passes.summary import Kind
 
-SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
 AMPLE = 10**9
 
 
-def deep() -> torch.nn.Module:
-    return models.Uneven(layers=6)
-
-
-def sharded(build: models.Model = deep, reshard: bool = True) -> torch.nn.Module:
+def sharded(build: models.Model = models.deep, reshard: bool = True) -> torch.nn.Module:
     torch._dynamo.reset()
     return vc.fully_shard(models.build(build), reshard_after_forward=reshard)
 
 
 def explained(budget: int | None, reshard: bool = True):
-    options = {"lowering": "eager", "cluster": SLOW_WIRE, "memory_budget": budget}
+    options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": budget}
     (graph,) = vc.explain(sharded(reshard=reshard), *models.batches(1, 11)[0], options=options).graphs
     return graph
 
@@ -90,10 +83,10 @@ def test_the_report_names_the_units_that_are_kept():
 @on_ranks(2)
 def test_what_is_kept_changes_no_number():
     data = models.batches(4, 11)
-    options = {"lowering": "eager", "cluster": SLOW_WIRE, "memory_budget": between()}
+    options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": between()}
     model = sharded()
     losses = models.train(torch.compile(model, backend="vescale", options=options), model.parameters(), data)
-    unsharded, reference = models.train_unsharded(deep, data)
+    unsharded, reference = models.train_unsharded(models.deep, data)
     assert losses == reference
     assert models.largest_difference(model, unsharded) == 0.0
 
@@ -101,7 +94,7 @@ def test_what_is_kept_changes_no_number():
 @on_ranks(2)
 def test_a_real_step_takes_what_the_budget_allows():
     budget = between()
-    options = {"lowering": "eager", "cluster": SLOW_WIRE, "memory_budget": budget}
+    options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": budget}
     data = models.batches(1, 11)[0]
     model = sharded()
     (graph,) = vc.explain(model, *data, options=options).graphs
