@@ -47,19 +47,21 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
 # seconds.
 _context = get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        *("vescale_compile", "vescale_compile.sharding", "vescale_compile.backend"),
-        *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "pytest"),
-        *("transformers.models.llama.modeling_llama", "transformers.models.gpt_oss.modeling_gpt_oss"),
-        "first_compilation",
-    ]
-)
+_PRELOADED = [
+    *("vescale_compile", "vescale_compile.sharding", "vescale_compile.backend"),
+    *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug", "pytest"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt_oss.modeling_gpt_oss"),
+    "first_compilation",
+]
 
 
+@functools.cache
 def _start_server() -> None:
-    """Unless it runs. Python 3.11's does not take over ``sys.path``, and silently passes over modules it can't find."""
+    """Once. There is one server in a process, which may be a benchmark's by now, with what that has preloaded."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    _context.set_forkserver_preload(_PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
+        # Python 3.11's does not take over sys.path, and silently passes over modules it can't find.
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         forkserver.ensure_running()
 

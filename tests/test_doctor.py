@@ -59,12 +59,6 @@ def test_versions_that_nothing_was_tried_on_are_noted(monkeypatch):
     assert "2.11 to 2.13" in checks.torch_version().remedy
 
 
-def test_a_version_that_lowers_operator_by_operator_alone_is_noted(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.12.0+cpu")
-    found = checks.torch_version()
-    assert found.verdict is Verdict.NOTE and "eager" in found.found and "2.13" in found.remedy
-
-
 def test_a_backend_that_is_not_registered_is_broken(monkeypatch):
     assert checks.backend().verdict is Verdict.FINE
     monkeypatch.setattr(torch.compiler, "list_backends", list)

@@ -97,7 +97,7 @@ def test_inductor_lowering_trains_in_mixed_precision():
     assert losses[0] == pytest.approx(losses[1], abs=2e-2)  # bf16: Inductor keeps some intermediates in fp32
 
 
-@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@pytest.mark.parametrize("name", [*LANGUAGE_MODELS, "many_words"])
 @on_ranks(2)
 def test_without_compile_the_numbers_are_those_of_the_unsharded_model(name):
     assert compare(name, None, None, 64, steps=3) == (0.0, 0.0)
