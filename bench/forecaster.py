@@ -22,6 +22,7 @@ from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import Part
 from vescale_compile.passes.prediction import Prediction
 from vescale_compile.report import GraphReport
+from vescale_compile.runtime.arrivals import settle
 
 _WARMUP = 2
 _UPDATES = 3
@@ -34,7 +35,7 @@ class Forecast:
     Attributes:
         parameters: of the model.
         forward, backward: the graphs'.
-        optimizer: measured: the optimizer's step is in no graph.
+        optimizer: measured: the optimizer's step is in no graph. While it begins, the last reductions end.
     """
 
     parameters: int
@@ -45,7 +46,7 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return self.forward.seconds + self.backward.seconds + self.optimizer
+        return self.forward.seconds + self.backward.seconds + max(0.0, self.optimizer - self.backward.tail)
 
 
 class Forecaster(Trainer):
@@ -75,7 +76,7 @@ class Forecaster(Trainer):
         self.model = vc.fully_shard(Llama(config), reshard_after_forward=job.policy is Policy.RESHARD)
         backend = functools.partial(vescale, options={"cluster": cluster}, on_compiled=reports.append)
         self.forward = torch.compile(self.model, backend=backend, dynamic=False)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, foreach=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self.batch = self.tokens(config)
         for _ in range(_WARMUP):
             self._train()
@@ -95,6 +96,7 @@ class Forecaster(Trainer):
 
     def _update_seconds(self) -> float:
         self.gradients()
+        settle()  # what the backward has left in flight
         dist.barrier()
         start = time.perf_counter()
         self.optimizer.step()

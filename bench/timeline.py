@@ -116,13 +116,14 @@ def _ours(job: Callable[[str], Job], model: str, rate: str) -> list[Lane]:
 
 
 def predicted(forecast: Forecast) -> Lane:
-    """The backward begins where the forward ends, and the optimizer's step where the backward does."""
+    """The backward begins where the forward ends, and the optimizer's step where the backward has computed."""
     lane = Lane(f"{OURS}, predicted", forecast.seconds, [], [])
     start = 0.0
     for part in (forecast.forward, forecast.backward):
         lane.computation += [(start + span.start, start + span.stop) for span in part.computation]
         lane.wire += [(start + span.start, start + span.stop) for span in part.transfers]
         start += part.seconds
+    start -= forecast.backward.tail
     lane.optimizer.append((start, start + forecast.optimizer))
     return lane
 

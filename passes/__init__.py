@@ -13,6 +13,7 @@ joint          reshard      says which gathers the backward repeats and which re
 partitioned    expand       each collective → a buffer, a launch and a wait
 partitioned    sink         gradients are written where they will be reduced
 partitioned    overlap      launches and waits are placed beside computation, within the memory budget
+partitioned    leave        the backward's last reductions are waited for by who reads the gradients
 partitioned    assign       buffers → slots of static memory, by their lifetimes
 partitioned    verify       proves what must hold before anything runs
 =============  ===========  =============================================================================
@@ -30,9 +31,10 @@ from torch import fx
 from .assign import assign
 from .bind import bind
 from .census import census
-from .context import CompileContext, Pass, Stage, comm_of
+from .context import CompileContext, Pass, Stage, comm_of, shared_text
 from .expand import expand
 from .hoist import hoist
+from .leave import leave
 from .memory import peak_of
 from .order import ordered_nodes
 from .overlap import overlap
@@ -71,8 +73,14 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     Pass(
         Stage.PARTITIONED,
+        leave,
+        requires=frozenset({"a schedule"}),
+        provides=frozenset({"every wait has its reader"}),
+    ),
+    Pass(
+        Stage.PARTITIONED,
         assign,
-        requires=frozenset({"launches and waits", "gradients in place", "a schedule"}),
+        requires=frozenset({"launches and waits", "gradients in place", "every wait has its reader"}),
         provides=frozenset({"slots"}),
     ),
     Pass(Stage.PARTITIONED, verify, requires=frozenset({"launches and waits", "slots"})),
@@ -106,10 +114,13 @@ def run_stage(
 def summarize(graph: fx.Graph, context: CompileContext) -> Summary:
     """What is known of a final graph, after all passes, before it runs."""
     assert context.part is not None
-    marks = [comm for node in graph.nodes if (comm := comm_of(node)) is not None]
+    marks = [(node, comm) for node in graph.nodes if (comm := comm_of(node)) is not None]
     return Summary(
         nodes=len(graph.nodes),
-        schedule=tuple(f"{comm.role.value} {comm.kind} of {context.units[comm.unit].name}" for comm in marks),
+        schedule=tuple(
+            f"{comm.role.value} {comm.kind} of {context.units[comm.unit].name}" + shared_text(node)
+            for node, comm in marks
+        ),
         entries=tuple(census(graph, context)),
         slots=context.slot_uses[context.part],
         peak=peak_of(graph, context),

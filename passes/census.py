@@ -13,20 +13,22 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..runtime import quantized_ops
+from ..runtime import leaving, quantized_ops
 from .aliases import bases_of
-from .context import ALL_GATHER, CompileContext, Copied, Role, Use, buffer_of, comm_of
+from .context import ALL_GATHER, CompileContext, Copied, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import nbytes_of, value_of
 from .expand import CASTS
 from .summary import Direction, Entry, Kind
 
 _aten = torch.ops.aten
+_TO_SHARD = "to the shard's dtype"
 # Where each names its unit.
 _QUANTIZED = {
     quantized_ops.start_all_gather_quantized: 2,
     quantized_ops.dequantize: 2,
     quantized_ops.start_reduce_scatter_quantized: 4,
     quantized_ops.wait_reduce_scatter_quantized: 3,
+    leaving.leave_reduce_scatter_quantized: 3,
 }
 
 
@@ -50,7 +52,11 @@ def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileConte
     if isinstance(mark, Copied):
         unit = context.units[mark.unit].name
         yield Entry(_copy_or_cast(node.args[1], node), Direction.REDUCE, unit, nbytes_of(node), mark.why)
-    if comm is None and node.target not in _QUANTIZED:
+    if node.target is leaving.cast_when_read:
+        result = node.all_input_nodes[1]
+        unit = context.units[marked_buffer(result).unit].name
+        yield Entry(Kind.CAST, Direction.REDUCE, unit, nbytes_of(result), _TO_SHARD)
+    elif comm is None and node.target not in _QUANTIZED:
         yield from _movements(node, bases, context)
 
 
@@ -80,7 +86,7 @@ def _quantized(node: fx.Node, context: CompileContext) -> Iterator[Entry]:
         case quantized_ops.start_reduce_scatter_quantized:
             yield Entry(Kind.REDUCE_SCATTER, Direction.REDUCE, unit.name, nbytes[2], "codes and scales of gradients")
             yield Entry(Kind.CAST, Direction.REDUCE, unit.name, nbytes[2], "quantized to what is sent")
-        case quantized_ops.wait_reduce_scatter_quantized:
+        case quantized_ops.wait_reduce_scatter_quantized | leaving.leave_reduce_scatter_quantized:
             yield Entry(Kind.CAST, Direction.REDUCE, unit.name, nbytes[0], "dequantized and averaged")
 
 
@@ -95,7 +101,7 @@ def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileCon
         if buffer is None:
             continue
         gathers = buffer.use is Use.PARAMETERS
-        why = "by the program itself" if gathers else "to the shard's dtype"
+        why = "by the program itself" if gathers else _TO_SHARD
         nbytes = nbytes_of(source if kinds[node.target] is Kind.CONCATENATION else node)
         direction = Direction.GATHER if gathers else Direction.REDUCE
         yield Entry(kinds[node.target], direction, context.units[buffer.unit].name, nbytes, why)

@@ -44,6 +44,7 @@ class Role(enum.Enum):
 
     LAUNCH = "launch"
     WAIT = "wait"
+    LEAVE = "leave"  # in flight when the backward ends; who reads the gradients waits
     CARRY = "carry"  # launched in the forward, for the backward
     TAKE = "take"  # waited for in the backward
 
@@ -82,6 +83,11 @@ class Buffer:
 def comm_of(node: fx.Node) -> Comm | None:
     mark = node.meta.get("vescale")
     return mark if isinstance(mark, Comm) else None
+
+
+def shared_text(launch: fx.Node) -> str:
+    """Says of a launch whether it shares a collective with the one behind it."""
+    return ", with the next" if launch.kwargs.get("with_next") else ""
 
 
 def buffer_of(node: fx.Node) -> Buffer | None:

@@ -139,7 +139,8 @@ def room_ahead(tasks: TaskGraph) -> int:
 def _move(
     graph: fx.Graph, schedule: Schedule, collectives: Sequence[Collective], segments: Sequence[list[fx.Node]]
 ) -> None:
-    """Puts launches and waits where the schedule has them, and the buffers before their launches."""
+    """Puts launches and waits where the schedule has them, and the buffers before their launches. Launches that share a
+    collective follow one another."""
     output = next(iter(reversed(graph.nodes)))
     after = segments[0][0]
     order = order_of(graph)
@@ -155,6 +156,7 @@ def _move(
                     if order[buffer] > order[after]:
                         after.prepend(buffer)
                 after.prepend(each.launch)
+                each.launch.kwargs = {"with_next": True} if index != instruction.transfers[-1] else {}
             else:
                 after.prepend(each.wait)
                 for cast in each.casts:

@@ -44,6 +44,12 @@ class Prediction:
     computation: tuple[Span, ...] = ()
     transfers: tuple[Span, ...] = ()
 
+    @property
+    def tail(self) -> float:
+        """What remains to be communicated when the computation is over. Of a backward, the optimizer's step may begin
+        meanwhile."""
+        return self.seconds - self.computation[-1].stop if self.computation else 0.0
+
 
 def predict(tasks: TaskGraph, found: Scheduled) -> Prediction:
     """What the graph will do if it runs by the schedule that was found for its tasks."""

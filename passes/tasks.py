@@ -15,6 +15,7 @@ from torch import fx
 from ..cost import collective_cost
 from ..cost.collectives import ALL_TO_ALL
 from ..cost.compute import compute_seconds
+from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schedule import Compute, TaskGraph, Transfer
 from .aliases import bases_of, is_view, touches_of
@@ -22,6 +23,8 @@ from .assign import lifetimes
 from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import nbytes_of, order_of
 from .expand import CASTS
+
+_COALESCED = (ops.start_all_gather, ops.start_reduce_scatter)
 
 
 @dataclass(frozen=True)
@@ -171,4 +174,13 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         lane=each.kind,
         load=cost.load,
         stretch=cost.stretch,
+        merge=_merge(each, context),
     )
+
+
+def _merge(each: Collective, context: CompileContext) -> str | None:
+    """What collectives have in common that can be one; None for one that can't share."""
+    comm = context.units[each.unit].comm
+    if not comm.coalesces or each.launch.target not in _COALESCED or (comm.replicas and not each.gathers):
+        return None
+    return f"{each.kind} {comm.group} {each.buffers[0].meta['val'].dtype}"

@@ -8,7 +8,8 @@
    reduced in the backward exactly as often as the joint graph reduced it: once. In a forward, a unit that is
    resharded is released: no output keeps its gathered buffer alive.
    A gather that the forward carries over to the backward is launched in the one and taken in the other, into a slot
-   that nothing else uses.
+   that nothing else uses. A reduction may be left in flight when the backward ends: nothing in the graph touches its
+   memory again, and its result is only returned, or cast when it is read.
 4. The order, sizes and dtypes of the collectives are recorded, for the comparison across ranks.
 5. Nothing stands between a shard and its gather, nor between a reduction and the gradient it returns, but a cast to
    the shard's dtype; and what is reduced is the buffer that gradients were written to.
@@ -21,7 +22,7 @@ from collections import Counter
 
 from torch import fx
 
-from ..runtime import quantized_ops
+from ..runtime import leaving, ops, quantized_ops
 from .aliases import base_of, is_view, written_by
 from .context import (
     ALL_GATHER,
@@ -36,6 +37,7 @@ from .context import (
     comm_of,
     fail,
     marked_buffer,
+    shared_text,
 )
 from .expand import CASTS
 
@@ -52,7 +54,11 @@ class _State(enum.Enum):
     UNDEFINED = "undefined"
     READY = "ready"
     IN_FLIGHT = "in flight"
+    LEFT = "left in flight"
     SPENT = "spent"
+
+
+_FLYING = (_State.IN_FLIGHT, _State.LEFT)
 
 
 class _Execution:
@@ -62,6 +68,7 @@ class _Execution:
         self.context = context
         self.bases: dict[fx.Node, fx.Node] = {}
         self.held: dict[fx.Node, tuple[fx.Node, _State]] = {}  # memory → the buffer in it
+        self.sharing: fx.Node | None = None  # a launch that waits for the next
 
     def check(self, graph: fx.Graph) -> list[tuple[fx.Node, Comm]]:
         """Returns the launches of collectives, in order."""
@@ -69,11 +76,15 @@ class _Execution:
         for node in graph.nodes:
             self.bases[node] = base_of(node, self.bases)
             comm = comm_of(node)
+            if comm is not None or node.op == "output":
+                self._check_shared(node)
             if node.op == "output":
                 self._check_kept(node)
-            if comm is None:
+            if node.target is leaving.cast_when_read:
+                self._cast_when_read(node)
+            elif comm is None:
                 self._compute(node)
-            elif comm.role is Role.WAIT:
+            elif comm.role in (Role.WAIT, Role.LEAVE):
                 self._wait(node, comm)
             else:
                 self._launch(node, comm)
@@ -85,6 +96,12 @@ class _Execution:
             if state is _State.IN_FLIGHT and not carried:
                 fail(self.context, buffer, f"the collective on the {self._name(buffer)} has no wait")
         return launches
+
+    def _check_shared(self, node: fx.Node) -> None:
+        """What shares a collective is launched together: of one kind, group and dtype, with nothing in between."""
+        first, self.sharing = self.sharing, node if node.kwargs.get("with_next") else None
+        if first is not None and _collective_of(first) != _collective_of(node):
+            fail(self.context, first, "shares a collective with the next launch, which is of another kind, or missing")
 
     def _launch(self, node: fx.Node, comm: Comm) -> None:
         source, *others = (self.bases[arg] for arg in node.all_input_nodes)
@@ -106,7 +123,7 @@ class _Execution:
             holder = self._state(target)[0]
             if holder is not target and (marked_buffer(holder).carried or marked_buffer(target).carried):
                 fail(self.context, node, f"the {self._name(target)} share a slot with what is carried to the backward")
-            if self._state(target)[1] is _State.IN_FLIGHT:
+            if self._state(target)[1] in _FLYING:
                 fail(self.context, node, f"the {self._name(target)} get memory on which a collective is in flight")
             self.held[self._memory(target)] = (target, _State.IN_FLIGHT)
 
@@ -118,7 +135,16 @@ class _Execution:
                     self.context, node, f"a wait for no launch: no collective is in flight on the {self._name(buffer)}"
                 )
             spent = marked_buffer(buffer).use in (Use.GRADIENTS, Use.SCRATCH)
-            self.held[self._memory(buffer)] = (buffer, _State.SPENT if spent else _State.READY)
+            after = _State.SPENT if spent else _State.READY
+            self.held[self._memory(buffer)] = (buffer, _State.LEFT if comm.role is Role.LEAVE else after)
+
+    def _cast_when_read(self, node: fx.Node) -> None:
+        reduced, result = (self.bases[arg] for arg in node.all_input_nodes)
+        if self._state(reduced) != (reduced, _State.LEFT):
+            fail(
+                self.context, node, f"a cast for when the {self._name(reduced)} are read, which were not left in flight"
+            )
+        self.held[self._memory(result)] = (result, _State.LEFT)
 
     def _compute(self, node: fx.Node) -> None:
         if is_view(node):
@@ -127,7 +153,7 @@ class _Execution:
         for arg in node.all_input_nodes:
             buffer = self.bases[arg]
             mark = buffer_of(buffer)
-            if mark is None:
+            if mark is None or (node.op == "output" and self._is_left(buffer, mark)):
                 continue
             if buffer in written:
                 self._check_writable(buffer, mark, node)
@@ -149,20 +175,24 @@ class _Execution:
             fail(self.context, node, f"the {self._name(buffer)} are dequantized from another buffer than theirs")
         if dequantizes and holder is buffer and state is _State.READY:
             fail(self.context, node, f"the {self._name(buffer)} are dequantized a second time")
-        if holder is buffer and state in (_State.IN_FLIGHT, _State.SPENT):
+        if holder is buffer and state in (*_FLYING, _State.SPENT):
             fail(self.context, node, f"writes to the {self._name(buffer)}, whose reduction was launched before")
-        if state is _State.IN_FLIGHT:
+        if state in _FLYING:
             fail(self.context, node, f"writes to memory on which a collective is in flight: {self._name(holder)}")
 
     def _check_holds(self, buffer: fx.Node, node: fx.Node) -> None:
         holder, state = self._state(buffer)
         if holder is not buffer:
             fail(self.context, node, f"reads the {self._name(buffer)}, whose memory holds the {self._name(holder)}")
-        if state is _State.IN_FLIGHT:
+        if state in _FLYING:
             fail(self.context, node, f"the {self._name(buffer)} are read before the wait of their collective")
         if state is not _State.READY:
             why = "after they were reduced" if state is _State.SPENT else "before anything was written there"
             fail(self.context, node, f"the {self._name(buffer)} are read {why}")
+
+    def _is_left(self, buffer: fx.Node, mark: Buffer) -> bool:
+        """Whether a buffer is reduced gradients that their reader will wait for."""
+        return mark.use is Use.REDUCED and self._state(buffer) == (buffer, _State.LEFT)
 
     def _check_kept(self, output: fx.Node) -> None:
         """Nothing kept for the backward is memory that a resharded unit was gathered into."""
@@ -212,6 +242,15 @@ def _check_counts(launches: list[tuple[fx.Node, Comm]], part: Part, context: Com
             )
 
 
+def _collective_of(node: fx.Node) -> tuple[object, ...]:
+    """What must be equal for launches to share a collective: the operator, the group, and the dtype that is sent."""
+    if node.target is ops.start_all_gather:
+        return node.target, node.args[3], node.all_input_nodes[1].meta["val"].dtype
+    if node.target is ops.start_reduce_scatter:
+        return node.target, node.args[4:6], node.all_input_nodes[0].meta["val"].dtype
+    return (node,)
+
+
 def _line(node: fx.Node, comm: Comm) -> str:
     source = node.all_input_nodes[0].meta["val"]
-    return f"{comm.kind} of unit {comm.unit}: {source.numel()} elements of {source.dtype}"
+    return f"{comm.kind} of unit {comm.unit}: {source.numel()} elements of {source.dtype}{shared_text(node)}"

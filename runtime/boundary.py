@@ -1,7 +1,8 @@
 """Between sharded parameters and graphs: parameters become one flat input, its gradient becomes theirs.
 
 Both directions are views. The forward hands out the unit's shard itself; the backward cuts the flat gradient
-[S] where the parameters' shards lie and wraps each piece like its parameter.
+[S] where the parameters' shards lie and wraps each piece like its parameter. A gradient whose reduction the graph left
+in flight is waited for when it is first read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..torch_internals import after_backward
+from .arrivals import Arrival, arrival_of, settle
 from .dbuffer import DBuffer
 from .unshard import reduce_scatter
 
@@ -40,6 +42,7 @@ class ShardedParameter(Protocol):
     requires_grad: bool
 
     def with_local(self, local: Tensor) -> Tensor: ...
+    def with_arriving(self, local: Tensor, arrival: Arrival) -> Tensor: ...
 
 
 def binding_of(tensor: object) -> Binding | None:
@@ -110,6 +113,7 @@ class _FlatInput(torch.autograd.Function):
             accumulated, accumulated_for = buffer.take_unreduced()
             late = _reduce(buffer, accumulated)
             if grad is not None:
+                settle()
                 buffer.add_reduced(late, accumulated_for, grad, owed)
             grad = late
             owed = owed | accumulated_for
@@ -136,7 +140,10 @@ def _reduce_left(buffers: Sequence[DBuffer]) -> None:
 
 def _local_grad(param: ShardedParameter, flat_grad: Tensor, owed: set[int]) -> Tensor | None:
     buffer, index = param._vescale_binding
-    return param.with_local(buffer.local(flat_grad, index)) if index in owed else None
+    if index not in owed:
+        return None
+    local, arrival = buffer.local(flat_grad, index), arrival_of(flat_grad)
+    return param.with_local(local) if arrival is None else param.with_arriving(local, arrival)
 
 
 def _give(buffer: DBuffer, flat_grad: Tensor, indices: set[int]) -> None:

@@ -21,8 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import all_gather_single, reduce_scatter_single
+from ..torch_internals import (
+    all_gather_coalesced,
+    all_gather_single,
+    reduce_scatter_coalesced,
+    reduce_scatter_single,
+)
 
+_COALESCING = ("nccl", "gloo", "fake")  # backends
 _TAG = 0x7663  # of our messages, which must not meet others of the same process group
 
 
@@ -72,6 +78,19 @@ def start_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
     if full.device.type == "cuda":
         return _on_stream("gather", lambda: all_gather_single(full, own, group=group))
     return all_gather_single(full, own, group=group, async_op=True)
+
+
+def start_all_gathers(gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Pending:
+    """:func:`start_all_gather` of several pairs of ``shard`` and ``full``, of one dtype, as one collective."""
+    outputs = [full for _, full in gathers]
+
+    def run() -> Pending:
+        inputs = [_in_dtype(shard, _part(full, group.rank(), shard)) for shard, full in gathers]
+        return all_gather_coalesced(outputs, inputs, group)
+
+    if outputs[0].device.type == "cuda":
+        return _on_stream("gather", lambda: run().wait())
+    return run()
 
 
 def start_all_to_all(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -124,6 +143,23 @@ def start_reduce_scatter(
         average_replicas(shard, replicas)
 
     return _Deferred(finish)
+
+
+def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Pending:
+    """:func:`start_reduce_scatter` of several pairs of ``full`` and ``shard``, of one dtype, as one collective."""
+    inputs, outputs = (list(each) for each in zip(*reductions, strict=True))
+
+    def run() -> Pending:
+        return reduce_scatter_coalesced(outputs, inputs, _average(group), group)
+
+    if inputs[0].device.type == "cuda":
+        return _on_stream("reduce", lambda: run().wait())
+    return run()
+
+
+def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether collectives of several units can be one, whose latency is paid once. Messages gain nothing by it."""
+    return not exchanges_directly(device, group) and dist.get_backend(group) in _COALESCING
 
 
 def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGroup) -> int:

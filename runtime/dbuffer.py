@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import scratch_numel
+from .collectives import coalesces, scratch_numel
 from .packing import Packing, Quantizer, StochasticQuantizer, packing_for
 from .rounding import Rounding
 from .unshard import CommSpec, ParamView
@@ -233,6 +233,7 @@ class DBuffer:
             packed_bytes=self.packing.nbytes if self.packing else 0,
             gradient_packing=self.gradient_packing.key if self.gradient_packing else "",
             packed_gradient_bytes=self.gradient_packing.nbytes if self.gradient_packing else 0,
+            coalesces=coalesces(self.shard.device, self.group),
         )
 
     def local(self, flat: Tensor, index: int) -> Tensor:

@@ -6,9 +6,10 @@ one, and says which unit it belongs to. Called directly they do what they say, o
 
 In the partitioned graphs a collective is a launch into a buffer and a wait, which return nothing:
 ``vescale::start_all_gather``, ``vescale::wait_all_gather``, ``vescale::start_reduce_scatter`` and
-``vescale::wait_reduce_scatter``; and gradients are written where they will be reduced, by ``vescale::matmul_into``,
-``vescale::embedding_into`` and PyTorch's own operators. Those of quantized communication are in ``quantized_ops.py``,
-those of a gather that crosses from the forward to the backward in ``crossing.py``.
+``vescale::wait_reduce_scatter``. A launch ``with_next`` shares a collective with the launch behind it. Gradients are
+written where they will be reduced, by ``vescale::matmul_into``, ``vescale::embedding_into`` and PyTorch's own
+operators. The operators of quantized communication are in ``quantized_ops.py``, those of a gather that crosses from the
+forward to the backward in ``crossing.py``, and those of reductions that outlast the backward in ``leaving.py``.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals import resolve_group
-from .collectives import Pending, scratch_numel
+from .collectives import Pending, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
 
 _LIBRARY = torch.library.Library("vescale", "DEF")
 
 _in_flight: dict[int, Pending] = {}
+_gathers: list[tuple[Tensor, Tensor]] = []  # to be launched with the next
+_reductions: list[tuple[Tensor, Tensor]] = []
 
 
 @torch.no_grad()
@@ -68,31 +71,57 @@ def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str) -> Tenso
     return shard
 
 
-def _start_gather(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
-    launched(full, _start_all_gather(shard, full, resolve_group(group)))
+def _start_gather(shard: Tensor, full: Tensor, unit: int, group: str, with_next: bool = False) -> None:
+    ranks = resolve_group(group)
+    if not (with_next or _gathers):
+        launched(full, _start_all_gather(shard, full, ranks))
+    elif (together := _all_of(_gathers, shard, full, with_next)) is not None:
+        pending = start_all_gathers(together, ranks)
+        for _, each in together:
+            launched(each, pending)
 
 
-def _start_reduce(full: Tensor, shard: Tensor, scratch: Tensor, unit: int, group: str, replicas: str) -> None:
-    launched(full, _start_reduce_scatter(full, shard, scratch, resolve_group(group), replicas_of(replicas)))
+def _start_reduce(
+    full: Tensor, shard: Tensor, scratch: Tensor, unit: int, group: str, replicas: str, with_next: bool = False
+) -> None:
+    ranks = resolve_group(group)
+    if not (with_next or _reductions):
+        launched(full, _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)))
+    elif (together := _all_of(_reductions, full, shard, with_next)) is not None:
+        pending = start_reduce_scatters(together, ranks)
+        for each, _ in together:
+            launched(each, pending)
+
+
+def _all_of(
+    waiting: list[tuple[Tensor, Tensor]], source: Tensor, target: Tensor, with_next: bool
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Those that are one collective, with this one its last; None if more are to come."""
+    waiting.append((source, target))
+    if with_next:
+        return None
+    together = list(waiting)
+    waiting.clear()
+    return together
 
 
 def launched(full: Tensor, pending: Pending) -> None:
-    """Keeps a collective on ``full`` until :func:`wait_for` it."""
+    """Keeps a collective on ``full`` until it is waited for."""
     if _in_flight.setdefault(full.data_ptr(), pending) is not pending:
         raise AssertionError("a collective was launched on a buffer that is in flight")
 
 
-def wait_for(full: Tensor) -> None:
-    """Waits for the collective that was launched on ``full``."""
-    _in_flight.pop(full.data_ptr()).wait()
+def in_flight_on(full: Tensor) -> Pending:
+    """The collective that was launched on ``full``; who takes it waits for it."""
+    return _in_flight.pop(full.data_ptr())
 
 
 def _wait_gather(full: Tensor, unit: int) -> None:
-    wait_for(full)
+    in_flight_on(full).wait()
 
 
 def _wait_reduce(full: Tensor, shard: Tensor, scratch: Tensor, unit: int) -> None:
-    wait_for(full)
+    in_flight_on(full).wait()
 
 
 def replicas_of(group: str) -> dist.ProcessGroup | None:
@@ -157,11 +186,13 @@ define(
 define(
     "reduce_scatter(Tensor full, int unit, str group, str replicas) -> Tensor", _reduce_scatter, _reduce_scatter_fake
 )
-define("start_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _start_gather)
+define(
+    "start_all_gather(Tensor shard, Tensor(a!) full, int unit, str group, bool with_next=False) -> ()", _start_gather
+)
 define("wait_all_gather(Tensor(a!) full, int unit) -> ()", _wait_gather)
 define(
-    "start_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit, str group, str replicas) "
-    "-> ()",
+    "start_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit, str group, str replicas, "
+    "bool with_next=False) -> ()",
     _start_reduce,
 )
 define("wait_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit) -> ()", _wait_reduce)

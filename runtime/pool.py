@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .arrivals import settle
 from .registered import allocate_registered
 
 
@@ -58,12 +59,15 @@ def with_slots(
 ) -> Callable[[list[Any]], Any]:
     """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments.
 
+    What the graph before it left in flight, out of slots that this one may write, is waited for first.
+
     Args:
         registered: the process group whose registered memory the slots are; None for PyTorch's allocator.
     """
     memories = _reserve(specs, registered)
 
     def call(args: list[Any]) -> Any:
+        settle()
         args.extend(memory.take(spec) for memory, spec in zip(memories, specs, strict=True))
         return run(args)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..torch_internals import resolve_group
 from .collectives import average_replicas, start_all_to_all, start_gather_in_place
-from .ops import define, launched, replicas_of, wait_for
+from .ops import define, in_flight_on, launched, replicas_of
 from .packing import Packing, StochasticQuantizer, packing_named
 from .quantizing import Kernels, average_into, dequantize_into, quantize_into
 from .rounding import rounding_of
@@ -65,7 +65,7 @@ def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, packing:
     sent, received = (full.new_empty(known.nbytes, dtype=torch.uint8) for _ in range(2))
     _quantize_gradients(full, sent, known, rounding, False)
     start_all_to_all(sent, received, ranks).wait()
-    _average(shard, sent, received, ranks, replicas, known, False)
+    average_received(shard, sent, received, ranks, replicas, known, False)
     return shard
 
 
@@ -89,8 +89,8 @@ def _start_reduce(
 def _wait_reduce(
     shard: Tensor, sent: Tensor, received: Tensor, unit: int, group: str, replicas: str, packing: str, compiled: bool
 ) -> None:
-    wait_for(received)
-    _average(shard, sent, received, resolve_group(group), replicas, packing_named(packing), compiled)
+    in_flight_on(received).wait()
+    average_received(shard, sent, received, resolve_group(group), replicas, packing_named(packing), compiled)
 
 
 def _quantize_gradients(full: Tensor, sent: Tensor, packing: Packing, rounding: Tensor, compiled: bool) -> None:
@@ -98,7 +98,7 @@ def _quantize_gradients(full: Tensor, sent: Tensor, packing: Packing, rounding: 
     quantize_into(packing, None, full, sent, Kernels.on(full.device, compiled), key)
 
 
-def _average(
+def average_received(
     shard: Tensor,
     sent: Tensor,
     received: Tensor,
@@ -107,6 +107,7 @@ def _average(
     packing: Packing,
     compiled: bool,
 ) -> None:
+    """What ends a quantized reduction: averages what the ranks sent this one, over replicas too, into ``shard``."""
     parts = list(received.split(packing.part))
     parts[group.rank()] = sent.narrow(0, group.rank() * packing.part, packing.part)
     average_into(packing, group.rank(), parts, shard, Kernels.on(shard.device, compiled))

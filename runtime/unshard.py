@@ -44,6 +44,7 @@ class CommSpec(NamedTuple):
     packed_bytes: int = 0  # of the buffer that is gathered then
     gradient_packing: str = ""  # of reductions that are quantized
     packed_gradient_bytes: int = 0
+    coalesces: bool = False  # whether it may share collectives with other units of the group
 
 
 def unshard(

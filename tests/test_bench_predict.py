@@ -23,7 +23,7 @@ possible = pytest.mark.skipif(what_is_missing() is not None, reason=f"no wire he
 DEVICE = Device("cpu", {"float32": 1e11}, 1e10, None, 1.0, 1.0, 1e-6, {"aten.mm()": 0.5})
 FORWARD = Prediction(1.0, 0.6, 0.9, 0.3, 0.1, 0.9, (Span("a", 0.0, 0.7),), (Span("gather", 0.1, 1.0),))
 BACKWARD = Prediction(2.0, 1.2, 1.8, 0.6, 0.2, 1.8, (Span("b", 0.0, 1.5),), (Span("reduce", 0.5, 2.0),))
-FORECAST = Forecast(10, FORWARD, BACKWARD, 0.5)
+FORECAST = Forecast(10, FORWARD, BACKWARD, 1.0)
 
 
 @pytest.mark.parametrize(("rate", "expected"), [("2gbit", 2.0), ("500mbit", 0.5), ("1.5Gbit", 1.5), ("1000bit", 1e-6)])
@@ -31,7 +31,7 @@ def test_rates_are_read_as_gigabits(rate: str, expected: float) -> None:
     assert gigabits(rate) == pytest.approx(expected)
 
 
-def test_a_cell_adds_up_both_graphs_and_the_optimizer() -> None:
+def test_a_cell_adds_up_both_graphs_and_the_optimizer_which_begins_before_the_last_reductions_end() -> None:
     cell = Cell.of(Setting("3M", "1gbit", 2), FORECAST, [5.0, 2.8, 3.0])
     assert (cell.predicted, cell.measured) == (pytest.approx(3.5), 3.0)
     assert cell.error == pytest.approx(1 / 6)
@@ -69,7 +69,7 @@ def test_the_predicted_lane_is_forward_backward_optimizer() -> None:
     lane = predicted(FORECAST)
     assert lane.computation == [(0.0, 0.7), (1.0, 2.5)]
     assert lane.wire == [(0.1, 1.0), (1.5, 3.0)]
-    assert lane.optimizer == [(3.0, 3.5)]
+    assert lane.optimizer == [(2.5, 3.5)]
     assert lane.seconds == pytest.approx(3.5)
 
 

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 
 CompiledGraph = Callable[..., Any]
 
@@ -45,6 +46,21 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 # Renamed in PyTorch 2.13, where the older names warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_coalesced(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup) -> Any:
+    """Several all-gathers as one collective; returns its work. In public only a context manager coalesces, and that
+    wants them issued inside it."""
+    return group.allgather_into_tensor_coalesced(outputs, inputs)
+
+
+def reduce_scatter_coalesced(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> Any:
+    """Several reduce-scatters as one collective; returns its work."""
+    options = torch._C._distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
 
 def tracing_fake_mode() -> FakeTensorMode:
@@ -212,6 +228,11 @@ def inductor_cache_folder() -> str:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the tensor, or what it wraps, only has a shape: Dynamo and AOTAutograd are tracing."""
     return _is_fake(tensor)
+
+
+def outside_tracing() -> AbstractContextManager[Any]:
+    """Inside it operators run, whatever is tracing: for what a tensor does when its elements are asked for."""
+    return _disable_current_modes()
 
 
 def in_backward() -> bool:

@@ -18,8 +18,9 @@ from vescale_compile.examples.llama import Llama, LlamaConfig
 Batch = tuple[Tensor, Tensor]
 Model = Callable[[], nn.Module]
 
-SLOW_WIRE = replace(PRESETS["h100"](2), within=replace(PRESETS["h100"](2).within, bandwidth=1e6))
-"""A cluster on which communication takes far longer than computation."""
+_H100 = PRESETS["h100"](2)
+SLOW_WIRE = replace(_H100, start=0.0, within=replace(_H100.within, bandwidth=1e6, latency=0.0))
+"""A cluster on which communication takes far longer than computation, in proportion to its bytes."""
 
 
 class Block(nn.Module):

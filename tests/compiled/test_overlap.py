@@ -28,6 +28,9 @@ from vescale_compile.schedule import find_schedule, least_peak
 overlap = importlib.import_module("vescale_compile.passes.overlap")  # which the pass of that name hides
 
 
+ROLE_AND_KIND = "(start|wait|carry|take|leave)_(all_gather|reduce_scatter)"
+
+
 class OneLarge(models.Uneven):
     """A layer of four times the size of the others."""
 
@@ -73,12 +76,13 @@ def test_reductions_are_waited_for_after_the_next_unit_has_begun():
     assert schedule.index("wait reduce_scatter of layers.3") > schedule.index("wait all_gather of layers.2")
 
 
-def test_everything_launched_is_waited_for():
+def test_everything_launched_is_waited_for_or_left_to_who_reads_it():
     with fake_world(2):
         graph = explained(cluster=models.SLOW_WIRE)
     for part in graph.parts.values():
         launched = sorted(event.removeprefix("launch ") for event in part.schedule if event.startswith("launch"))
-        assert launched == sorted(event.removeprefix("wait ") for event in part.schedule if event.startswith("wait"))
+        over = [event.split(maxsplit=1) for event in part.schedule if event.startswith(("wait", "leave"))]
+        assert launched == sorted(what for _, what in over)
     carried, taken = (part.schedule for part in graph.parts.values())
     assert "carry all_gather of (root)" in carried
     assert "take all_gather of (root)" in taken
@@ -146,7 +150,7 @@ def test_generated_code_launches_and_waits_in_the_order_of_the_schedule():
     with fake_world(2):
         call = torch.compile(vc.fully_shard(models.build(models.deep)), backend=backend)
         _, codes = run_and_get_code(lambda: call(*models.batches(1, 11)[0]).backward())
-    event = r"torch\.ops\.vescale\.(start|wait|carry|take)_(all_gather|reduce_scatter)\.default\(.*?(\d+)(?:, '.*)?\)$"
+    event = rf"torch\.ops\.vescale\.{ROLE_AND_KIND}\.default\(.*?(\d+)(?:, '.*)?\)$"
     names = [unit.name for unit in reports[0].units]
     calls = [re.findall(event, code, re.MULTILINE) for code in codes]
     generated = [
@@ -194,7 +198,9 @@ def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowerin
     ran = [
         f"{role.replace('start', 'launch')} {kind}"
         for event in events
-        for role, kind in re.findall(r"^vescale::(start|wait|carry|take)_(all_gather|reduce_scatter)$", event.name)
+        for role, kind in re.findall(
+            r"^vescale::(start|wait|carry|take|leave)_(all_gather|reduce_scatter)$", event.name
+        )
     ]
     planned = [event.rpartition(" of ")[0] for part in graph.parts.values() for event in part.schedule]
     assert ran == planned

@@ -25,7 +25,7 @@ from vescale_compile.passes.context import (
     Use,
 )
 from vescale_compile.passes.verify import verify
-from vescale_compile.runtime import crossing, ops
+from vescale_compile.runtime import crossing, leaving, ops
 from vescale_compile.runtime.agreement import RanksDisagree, agree
 from vescale_compile.runtime.unshard import CommSpec, ParamView
 
@@ -74,8 +74,8 @@ class Graph:
         node.meta["val"] = torch.empty(numel)
         return node
 
-    def call(self, target, *args, mark: object = None) -> fx.Node:
-        node = self.graph.call_function(target, args)
+    def call(self, target, *args, mark: object = None, **kwargs: bool) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = torch.empty(WORLD * S)
         if mark is not None:
             node.meta["vescale"] = mark
@@ -87,10 +87,10 @@ class Graph:
             return self.call(aten.slice.Tensor, self.slot, 0, 0, WORLD * S, mark=mark)
         return self.call(aten.empty.memory_format, [WORLD * S], mark=mark)
 
-    def launch_gather(self, buffer: fx.Node, source: fx.Node | None = None) -> None:
+    def launch_gather(self, buffer: fx.Node, source: fx.Node | None = None, **options: bool) -> None:
         unit = buffer.meta["vescale"].unit
         mark = Comm(ALL_GATHER, Role.LAUNCH, unit)
-        self.call(ops.start_all_gather, source or self.shards[unit], buffer, unit, "0", mark=mark)
+        self.call(ops.start_all_gather, source or self.shards[unit], buffer, unit, "0", mark=mark, **options)
 
     def wait_gather(self, buffer: fx.Node) -> None:
         unit = buffer.meta["vescale"].unit
@@ -344,3 +344,91 @@ def test_a_pipeline_whose_pass_lacks_what_it_requires():
     needy = Pass(Stage.JOINT, verify, requires=frozenset({"a pass that is not there"}))
     with pytest.raises(ValueError, match=r"pass verify requires \['a pass that is not there'\]"):
         check_pipeline([*PIPELINE, needy])
+
+
+def left_reduction(graph: Graph, gradients: fx.Node) -> fx.Node:
+    """Launched, and left in flight; returns where the result will be."""
+    shard, scratch = graph.buffer(Use.REDUCED), graph.buffer(Use.SCRATCH)
+    launch, left = (Comm(REDUCE_SCATTER, role, 0) for role in (Role.LAUNCH, Role.LEAVE))
+    graph.call(ops.start_reduce_scatter, gradients, shard, scratch, 0, "0", "", mark=launch)
+    graph.call(leaving.leave_reduce_scatter, gradients, shard, scratch, 0, mark=left)
+    return shard
+
+
+def test_a_reduction_may_be_in_flight_when_the_backward_ends():
+    graph = Graph()
+    shard = left_reduction(graph, graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=True)))
+    graph.verify([shard], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_its_result_may_be_cast_when_it_is_read():
+    graph = Graph()
+    shard = left_reduction(graph, graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=True)))
+    result = graph.buffer(Use.REDUCED)
+    graph.call(leaving.cast_when_read, shard, result, 0)
+    graph.verify([result], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_casting_when_it_is_read_what_was_waited_for():
+    graph = Graph()
+    shard = graph.reduce(graph.write_gradient(graph.buffer(Use.GRADIENTS)))
+    result = graph.buffer(Use.REDUCED)
+    graph.call(leaving.cast_when_read, shard, result, 0)
+    with pytest.raises(GraphError, match=r"of unit layers\.0 are read, which were not left in flight"):
+        graph.verify([result], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_computing_with_the_result_of_a_reduction_that_was_left_in_flight():
+    graph = Graph()
+    shard = left_reduction(graph, graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=True)))
+    with pytest.raises(GraphError, match=r"reduced gradients of unit layers\.0 are read before the wait"):
+        graph.verify([graph.read(shard)], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_a_slot_given_away_though_a_reduction_was_left_in_flight_on_it():
+    graph = Graph()
+    shard = left_reduction(graph, graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=True)))
+    gathered = graph.read(graph.gather(graph.buffer(unit=1, slot=True)))
+    with pytest.raises(GraphError, match="get memory on which a collective is in flight"):
+        graph.verify([shard, gathered], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_gradients_written_though_a_reduction_was_left_in_flight_there():
+    graph = Graph()
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=True))
+    shard = left_reduction(graph, gradients)
+    graph.write_gradient(gradients)
+    with pytest.raises(GraphError, match="whose reduction was launched before"):
+        graph.verify([shard], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_launches_one_behind_the_other_may_share_a_collective():
+    graph = Graph()
+    first, second = (graph.buffer(unit=unit) for unit in range(2))
+    graph.launch_gather(first, with_next=True)
+    graph.launch_gather(second)
+    for buffer in (first, second):
+        graph.wait_gather(buffer)
+    forward = context(Part.FORWARD)
+    graph.verify([graph.read(first), graph.read(second)], forward)
+    assert forward.collectives[Part.FORWARD][0].endswith(", with the next")
+
+
+def test_sharing_a_collective_with_a_launch_of_another_kind():
+    graph = Graph()
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS))
+    gathered = graph.buffer(unit=1)
+    graph.launch_gather(gathered, with_next=True)
+    reduced = graph.reduce(gradients)
+    graph.wait_gather(gathered)
+    with pytest.raises(GraphError, match="shares a collective with the next launch, which is of another kind"):
+        graph.verify([graph.read(gathered), reduced], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_sharing_a_collective_with_a_launch_that_is_not_there():
+    graph = Graph()
+    buffer = graph.buffer()
+    graph.launch_gather(buffer, with_next=True)
+    graph.wait_gather(buffer)
+    with pytest.raises(GraphError, match=r"shares a collective with the next launch, which is .* missing"):
+        graph.verify([graph.read(buffer)], context(Part.FORWARD))

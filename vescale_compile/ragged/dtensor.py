@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -107,6 +107,12 @@ class RaggedDTensor(DTensor):
             )
         return wrap(local, self._spec)
 
+    def with_arriving(self, local: torch.Tensor, arrival: Arrival) -> RaggedDTensor:
+        """:meth:`with_local` of elements that are on their way: whoever first asks for them waits for ``arrival``."""
+        from vescale_compile.ragged.arriving import arriving
+
+        return arriving(self.with_local(local), arrival)
+
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's elements, one-dimensional, aliasing this tensor. Differentiable.
 
@@ -207,8 +213,13 @@ class RaggedDTensor(DTensor):
         return dispatch(func, args, kwargs or {})
 
 
-for _types in (_optim_foreach_types, _utils_foreach_types):
-    _types.append(RaggedDTensor)
+def take_foreach_form(subclass: type[RaggedDTensor]) -> None:
+    """Lets optimizers and clip_grad_norm_ take their foreach form for tensors of this type."""
+    for types in (_optim_foreach_types, _utils_foreach_types):
+        types.append(subclass)
+
+
+take_foreach_form(RaggedDTensor)
 torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard])
 
 
@@ -220,6 +231,23 @@ def distribute_ragged(full: torch.Tensor, device_mesh: DeviceMesh, placement: Ra
     from vescale_compile.ragged.redistribute import to_ragged
 
     return to_ragged(DTensor.from_local(full, device_mesh, [Replicate()], run_check=False), placement)
+
+
+class Arrival(Protocol):
+    """Elements on their way.
+
+    Attributes:
+        number: in the order in which they come.
+        over: whether they have come.
+    """
+
+    number: int
+
+    @property
+    def over(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Returns when they may be read."""
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> RaggedDTensor:

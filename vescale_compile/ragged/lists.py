@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
+from vescale_compile.ragged.arriving import in_order_of_arrival
 from vescale_compile.ragged.dtensor import RaggedDTensor, wrap
 from vescale_compile.ragged.local import first_ragged, is_partial, refuse, same_layout, scalar_operand
 
@@ -32,10 +33,34 @@ _SAME_FOR_ALL = frozenset(
 def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     """An elementwise operation on lists: the i-th elements of all lists belong together.
 
+    In place it begins with the elements that are there, and goes on as others arrive.
+
     At each index the tensors must be distributed alike: RaggedDTensors of one layout, DTensors of one
     placement (not Partial), or plain tensors. So a list may mix sharded and plain parameters. Tensors that
     are only read may also be 0-dim and plain, as step counters and learning rates are.
     """
+    if func._schema.is_mutable:
+        for part in _as_they_arrive(args):
+            _run(func, part, kwargs)
+        return None
+    return _run(func, args, kwargs)
+
+
+def _as_they_arrive(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments, cut where some elements come later than others."""
+    lists = [value for value in args if _is_tensor_list(value)]
+    parts = next((parts for each in lists if len(parts := in_order_of_arrival(each)) > 1), None)
+    if parts is None:
+        return [args]
+    whole = len(lists[0])
+    cut = [isinstance(value, list | tuple) and len(value) == whole for value in args]  # tensors, or scalars
+    return [
+        tuple([value[i] for i in part] if is_cut else value for value, is_cut in zip(args, cut, strict=True))
+        for part in parts
+    ]
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     like = first_ragged(args, kwargs)
     anchors: list[torch.Tensor] = next(value for value in args if _is_tensor_list(value))
     values = []

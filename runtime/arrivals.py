@@ -1,0 +1,74 @@
+"""Reduced gradients on their way: whoever first reads one waits for it, as with PyTorch's AsyncCollectiveTensor.
+
+A backward leaves its last reductions in flight. What they reduce into is known by its memory, until the next graph of
+the process starts: by then the slots that they use are wanted again, and all of them are waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import outside_tracing
+
+
+@dataclass(eq=False)
+class Arrival:
+    """The end of a reduction that was left in flight.
+
+    Attributes:
+        number: in the order in which they were launched, which is that in which they end.
+        result: where the gradients will be; kept from being freed meanwhile.
+    """
+
+    number: int
+    result: Tensor
+    _finish: Callable[[], object] | None
+    _done: torch.Event | None = field(default=None, init=False)
+
+    @property
+    def over(self) -> bool:
+        """Whether it was waited for."""
+        return self._finish is None
+
+    def wait(self) -> None:
+        """Returns when the gradients may be read; on a GPU, by the current stream.
+
+        Raises:
+            RuntimeError: of the process group, if the reduction failed or took longer than its timeout.
+        """
+        if self._finish is not None:
+            with outside_tracing(), torch.no_grad():
+                self._finish()
+            self._finish = None
+            if self.result.device.type == "cuda":
+                self._done = torch.cuda.current_stream(self.result.device).record_event()
+        elif self._done is not None:  # another stream may have waited
+            torch.cuda.current_stream(self.result.device).wait_event(self._done)
+
+
+_numbers = itertools.count()
+_arrivals: dict[int, Arrival] = {}
+
+
+def leave(result: Tensor, finish: Callable[[], object]) -> None:
+    """Has ``finish`` called when ``result`` is first read, at the latest before the next graph runs."""
+    if torch.is_anomaly_enabled():
+        finish()  # autograd itself reads all gradients then
+    else:
+        _arrivals[result.data_ptr()] = Arrival(next(_numbers), result, finish)
+
+
+def arrival_of(result: Tensor) -> Arrival | None:
+    """What must be waited for before ``result`` is read; None if nothing was left in flight there."""
+    return _arrivals.get(result.data_ptr())
+
+
+def settle() -> None:
+    """Waits for everything that was left in flight; what fails fails once here, and whoever reads it."""
+    while _arrivals:
+        _arrivals.pop(next(iter(_arrivals))).wait()

@@ -1,0 +1,68 @@
+"""ArrivingDTensor: a gradient that a backward has left on its way, as AsyncCollectiveTensor is in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vescale_compile.ragged.dtensor import Arrival, RaggedDTensor, take_foreach_form, wrap
+from vescale_compile.torch_internals import honor_torch_dispatch
+
+
+class ArrivingDTensor(RaggedDTensor):
+    """A RaggedDTensor whose elements may still be on their way: whatever first asks for them waits for them."""
+
+    _arrival: Arrival | None = None
+    _elements: torch.Tensor
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        if self._arrival is not None:
+            self._arrival.wait()
+        return self._elements
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: torch.Tensor) -> None:
+        self._elements = local
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        copied = memo[id(self)] = copy.deepcopy(self._arrived(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._arrived().__reduce_ex__(protocol)
+
+    def _arrived(self) -> RaggedDTensor:
+        return wrap(self._local_tensor, self._spec)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # autograd does it to every gradient that it stores
+            return arriving(args[0], args[0]._arrival)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def arriving(tensor: RaggedDTensor, arrival: Arrival | None) -> ArrivingDTensor:
+    """``tensor``, whose elements come with ``arrival``."""
+    local = tensor._elements if isinstance(tensor, ArrivingDTensor) else tensor._local_tensor
+    result: ArrivingDTensor = ArrivingDTensor(local.new_empty(0), tensor._spec, requires_grad=False)
+    result._local_tensor, result._arrival = local, arrival
+    return result
+
+
+def in_order_of_arrival(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Indices of the tensors: of those that are there, then of what comes first, and so on."""
+    groups: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        arrival = tensor._arrival if isinstance(tensor, ArrivingDTensor) else None
+        groups.setdefault(-1 if arrival is None or arrival.over else arrival.number, []).append(index)
+    return [groups[number] for number in sorted(groups)]
+
+
+take_foreach_form(ArrivingDTensor)
+honor_torch_dispatch(ArrivingDTensor)
