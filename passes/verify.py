@@ -98,7 +98,7 @@ class _Execution:
         return launches
 
     def _check_shared(self, node: fx.Node) -> None:
-        """What shares a collective is launched together: of one kind, group and dtype, with nothing in between."""
+        """What shares a collective is of one kind, group and dtype, and no other launch or wait is in between."""
         first, self.sharing = self.sharing, node if node.kwargs.get("with_next") else None
         if first is not None and _collective_of(first) != _collective_of(node):
             fail(self.context, first, "shares a collective with the next launch, which is of another kind, or missing")
@@ -128,6 +128,8 @@ class _Execution:
             self.held[self._memory(target)] = (target, _State.IN_FLIGHT)
 
     def _wait(self, node: fx.Node, comm: Comm) -> None:
+        if comm.role is Role.LEAVE and self.context.part is not Part.BACKWARD:
+            fail(self.context, node, "only a backward leaves reductions in flight")
         buffers = [self.bases[arg] for arg in node.all_input_nodes]
         for buffer in buffers[1:] if comm.role is Role.TAKE else buffers:
             if self._state(buffer) != (buffer, _State.IN_FLIGHT):

@@ -21,12 +21,14 @@ class Arrival:
     """The end of a reduction that was left in flight.
 
     Attributes:
-        number: in the order in which they were launched, which is that in which they end.
-        result: where the gradients will be; kept from being freed meanwhile.
+        number: in the order in which they were left.
+        result: where the gradients will be.
+        uses: what the reduction reads and writes besides; neither is freed meanwhile.
     """
 
     number: int
     result: Tensor
+    uses: tuple[Tensor, ...]
     _finish: Callable[[], object] | None
     _done: torch.Event | None = field(default=None, init=False)
 
@@ -41,26 +43,36 @@ class Arrival:
         Raises:
             RuntimeError: of the process group, if the reduction failed or took longer than its timeout.
         """
-        if self._finish is not None:
-            with outside_tracing(), torch.no_grad():
-                self._finish()
-            self._finish = None
-            if self.result.device.type == "cuda":
-                self._done = torch.cuda.current_stream(self.result.device).record_event()
-        elif self._done is not None:  # another stream may have waited
-            torch.cuda.current_stream(self.result.device).wait_event(self._done)
+        if self._finish is None:
+            if self._done is not None:  # another stream may have waited
+                torch.cuda.current_stream(self.result.device).wait_event(self._done)
+            return
+        with outside_tracing(), torch.no_grad():
+            self._finish()
+        self._finish = None
+        if self.result.device.type == "cuda":
+            self._done = torch.cuda.current_stream(self.result.device).record_event()
+        else:
+            self.uses = ()
+            _arrivals.pop(self.result.data_ptr(), None)
 
 
 _numbers = itertools.count()
 _arrivals: dict[int, Arrival] = {}
 
 
-def leave(result: Tensor, finish: Callable[[], object]) -> None:
-    """Has ``finish`` called when ``result`` is first read, at the latest before the next graph runs."""
+def leave(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]) -> None:
+    """Has ``finish`` called when ``result`` is first read, at the latest before the next graph runs.
+
+    Args:
+        result: takes the reduced gradients.
+        uses: what else must stay until then.
+        finish: waits, and computes what is left to compute.
+    """
     if torch.is_anomaly_enabled():
         finish()  # autograd itself reads all gradients then
     else:
-        _arrivals[result.data_ptr()] = Arrival(next(_numbers), result, finish)
+        _arrivals[result.data_ptr()] = Arrival(next(_numbers), result, uses, finish)
 
 
 def arrival_of(result: Tensor) -> Arrival | None:

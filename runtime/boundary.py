@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..torch_internals import after_backward
-from .arrivals import Arrival, arrival_of, settle
+from .arrivals import Arrival, arrival_of
 from .dbuffer import DBuffer
 from .unshard import reduce_scatter
 
@@ -113,7 +113,8 @@ class _FlatInput(torch.autograd.Function):
             accumulated, accumulated_for = buffer.take_unreduced()
             late = _reduce(buffer, accumulated)
             if grad is not None:
-                settle()
+                if (arrival := arrival_of(grad)) is not None:
+                    arrival.wait()
                 buffer.add_reduced(late, accumulated_for, grad, owed)
             grad = late
             owed = owed | accumulated_for

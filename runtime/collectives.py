@@ -132,34 +132,49 @@ def start_reduce_scatter(
     if full.device.type == "cuda":
 
         def reduce() -> None:
-            reduce_scatter_single(shard, full, op=_average(group), group=group)
+            reduce_scatter_single(shard, full, op=_average(full.device, group), group=group)
+            _divide(shard, group)
             average_replicas(shard, replicas)
 
         return _on_stream("reduce", reduce)
-    work = reduce_scatter_single(shard, full, op=_average(group), group=group, async_op=True)
+    work = reduce_scatter_single(shard, full, op=_average(full.device, group), group=group, async_op=True)
 
     def finish() -> None:
         work.wait()
+        _divide(shard, group)
         average_replicas(shard, replicas)
 
     return _Deferred(finish)
 
 
-def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Pending:
+def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[Pending]:
     """:func:`start_reduce_scatter` of several pairs of ``full`` and ``shard``, of one dtype, as one collective."""
     inputs, outputs = (list(each) for each in zip(*reductions, strict=True))
+    device = inputs[0].device
 
     def run() -> Pending:
-        return reduce_scatter_coalesced(outputs, inputs, _average(group), group)
+        return reduce_scatter_coalesced(outputs, inputs, _average(device, group), group)
 
-    if inputs[0].device.type == "cuda":
-        return _on_stream("reduce", lambda: run().wait())
-    return run()
+    if device.type == "cuda":
+
+        def reduce() -> None:
+            run().wait()
+            for shard in outputs:
+                _divide(shard, group)
+
+        return [_on_stream("reduce", reduce)] * len(outputs)
+    work = run()
+
+    def finish(shard: Tensor) -> None:
+        work.wait()
+        _divide(shard, group)
+
+    return [_Deferred(functools.partial(finish, shard)) for shard in outputs]
 
 
 def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether collectives of several units can be one, whose latency is paid once. Messages gain nothing by it."""
-    return not exchanges_directly(device, group) and dist.get_backend(group) in _COALESCING
+    return not exchanges_directly(device, group) and _backend(device, group) in _COALESCING
 
 
 def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGroup) -> int:
@@ -170,7 +185,14 @@ def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGro
 @functools.cache
 def exchanges_directly(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether ranks send each other their parts, instead of a collective of the backend."""
-    return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return device.type == "cpu" and _backend(device, group) == "gloo"
+
+
+@functools.cache
+def _backend(device: torch.device, group: dist.ProcessGroup) -> str:
+    """The name of what the group uses on a device; "" if that has none."""
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "")
 
 
 def _reduce_by_exchange(
@@ -205,15 +227,18 @@ def average_replicas(shard: Tensor, replicas: dist.ProcessGroup | None) -> None:
     """Averages a reduced shard over the ranks that hold the same part, in place."""
     if replicas is None:
         return
-    op = _average(replicas)
-    dist.all_reduce(shard, op=op, group=replicas)
-    if op == dist.ReduceOp.SUM:
-        shard.div_(replicas.size())
+    dist.all_reduce(shard, op=_average(shard.device, replicas), group=replicas)
+    _divide(shard, replicas)
 
 
-def _average(group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
-    """Gloo's all-reduce can't average; its reduce-scatter is not used."""
-    return dist.ReduceOp.SUM if dist.get_backend(group) == "gloo" else dist.ReduceOp.AVG
+def _average(device: torch.device, group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
+    """Gloo can't average: it sums, and :func:`_divide` does the rest."""
+    return dist.ReduceOp.SUM if _backend(device, group) == "gloo" else dist.ReduceOp.AVG
+
+
+def _divide(shard: Tensor, group: dist.ProcessGroup) -> None:
+    if _average(shard.device, group) == dist.ReduceOp.SUM:
+        shard.div_(group.size())
 
 
 def _part(full: Tensor, rank: int, shard: Tensor) -> Tensor:

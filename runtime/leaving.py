@@ -17,7 +17,7 @@ from .quantized_ops import average_received
 
 
 def _leave(full: Tensor, shard: Tensor, scratch: Tensor, unit: int) -> None:
-    leave(shard, in_flight_on(full).wait)
+    leave(shard, (full, scratch), in_flight_on(full).wait)
 
 
 def _leave_quantized(
@@ -29,7 +29,7 @@ def _leave_quantized(
         pending.wait()
         average_received(shard, sent, received, ranks, replicas, known, compiled)
 
-    leave(shard, finish)
+    leave(shard, (sent, received), finish)
 
 
 def _cast_when_read(shard: Tensor, result: Tensor, unit: int) -> None:
@@ -40,7 +40,7 @@ def _cast_when_read(shard: Tensor, result: Tensor, unit: int) -> None:
             arrival.wait()
         result.copy_(shard)
 
-    leave(result, finish)
+    leave(result, (shard,), finish)
 
 
 define(

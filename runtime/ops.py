@@ -88,9 +88,14 @@ def _start_reduce(
     if not (with_next or _reductions):
         launched(full, _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)))
     elif (together := _all_of(_reductions, full, shard, with_next)) is not None:
-        pending = start_reduce_scatters(together, ranks)
-        for each, _ in together:
+        for (each, _), pending in zip(together, start_reduce_scatters(together, ranks), strict=True):
             launched(each, pending)
+
+
+def forget_unlaunched() -> None:
+    """Forgets launches that waited for one which never came, in a graph that failed."""
+    _gathers.clear()
+    _reductions.clear()
 
 
 def _all_of(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arrivals import settle
+from .ops import forget_unlaunched
 from .registered import allocate_registered
 
 
@@ -68,6 +69,7 @@ def with_slots(
 
     def call(args: list[Any]) -> Any:
         settle()
+        forget_unlaunched()
         args.extend(memory.take(spec) for memory, spec in zip(memories, specs, strict=True))
         return run(args)
 

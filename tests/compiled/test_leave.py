@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import sys
 
 import models
 import pytest
@@ -157,7 +158,7 @@ def test_a_reduction_that_failed_fails_whoever_reads_it():
         raise RuntimeError("timed out")
 
     result = torch.zeros(4)
-    arrivals.leave(result, fail)
+    arrivals.leave(result, (), fail)
     arrival = arrivals.arrival_of(result)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="timed out"):
@@ -189,3 +190,13 @@ def test_a_model_may_be_gone_before_its_gradients_have_come():
     gc.collect()
     model, _ = after_backward()
     assert all(map(torch.equal, gradients(model), reference()))
+
+
+@on_ranks(2)
+def test_what_a_reduction_uses_is_kept_until_it_is_over_and_no_longer():
+    result, used = torch.zeros(4), torch.zeros(8)
+    references = sys.getrefcount(used), sys.getrefcount(result)
+    arrivals.leave(result, (used,), lambda: None)
+    assert (sys.getrefcount(used), sys.getrefcount(result)) > references
+    arrivals.arrival_of(result).wait()
+    assert (sys.getrefcount(used), sys.getrefcount(result)) == references

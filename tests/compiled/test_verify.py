@@ -432,3 +432,10 @@ def test_sharing_a_collective_with_a_launch_that_is_not_there():
     graph.wait_gather(buffer)
     with pytest.raises(GraphError, match=r"shares a collective with the next launch, which is .* missing"):
         graph.verify([graph.read(buffer)], context(Part.FORWARD))
+
+
+def test_leaving_a_reduction_in_flight_in_another_graph_than_the_backward():
+    graph = Graph()
+    shard = left_reduction(graph, graph.write_gradient(graph.buffer(Use.GRADIENTS)))
+    with pytest.raises(GraphError, match="only a backward leaves reductions in flight"):
+        graph.verify([shard], context(Part.FORWARD))

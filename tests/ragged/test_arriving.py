@@ -7,7 +7,7 @@ from ranks import on_ranks
 
 from vescale_compile.ragged.arriving import ArrivingDTensor, arriving
 from vescale_compile.ragged.dtensor import RaggedDTensor
-from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 
 SHAPE = (5, 3)
 
@@ -82,3 +82,44 @@ def test_detaching_waits_for_nothing_and_reading_does():
     assert tensor.shape == SHAPE and not arrival.over
     tensor.to_local()
     assert arrival.over
+
+
+@pytest.mark.parametrize("form", ["fused", "foreach"])
+@on_ranks(2)
+def test_lists_may_hold_plain_tensors_too(form):
+    params = [sharded(0.0), torch.zeros(SHAPE)]
+    params[0].grad, params[1].grad = arriving(sharded(1.0), Arrival(0, [])), torch.ones(SHAPE)
+    torch.optim.AdamW(params, lr=0.1, **{form: True}).step()
+    assert torch.equal(params[0].full_tensor(), params[1])
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_before_anything_is_written():
+    params = [sharded(0.0), sharded(0.0)]
+    elsewhere = shard(torch.ones(SHAPE), RaggedShard((0,), (2, 3)))
+    arrival = Arrival(0, [])
+    with pytest.raises(RaggedShardError):
+        torch._foreach_add_(params, [sharded(1.0), arriving(elsewhere, arrival)])
+    assert params[0].full_tensor().sum() == 0
+    assert not arrival.over
+
+
+@on_ranks(2)
+def test_views_wait_for_the_elements():
+    for view in (lambda t: t[0:2], lambda t: t[1], lambda t: t.view(SHAPE), lambda t: t.expand_as(t)):
+        arrival = Arrival(0, [])
+        assert view(arriving(sharded(1.0), arrival)).to_local().sum() >= 0
+        assert arrival.over
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@on_ranks(2)
+def test_a_compiled_optimizer_takes_them(options):
+    torch._dynamo.reset()
+    param = sharded(0.0)
+    optimizer = torch.optim.AdamW([param], lr=0.1, **options)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        param.grad = arriving(sharded(1.0), Arrival(0, []))
+        step()
+    assert torch.allclose(param.full_tensor(), torch.full(SHAPE, -0.2), atol=0.01)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from vescale_compile.ragged.dtensor import Arrival, RaggedDTensor, take_foreach_form, wrap
 from vescale_compile.torch_internals import honor_torch_dispatch
@@ -44,7 +45,21 @@ class ArrivingDTensor(RaggedDTensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd does it to every gradient that it stores
             return arriving(args[0], args[0]._arrival)
+        if _returns_view(func):
+            args = (args[0]._arrived(), *args[1:])
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> ArrivingDTensor:
+        plain = RaggedDTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return arriving(plain, None)
+
+
+def _returns_view(func: OpOverload) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def arriving(tensor: RaggedDTensor, arrival: Arrival | None) -> ArrivingDTensor:

@@ -237,7 +237,7 @@ class Arrival(Protocol):
     """Elements on their way.
 
     Attributes:
-        number: in the order in which they come.
+        number: in the order in which to wait for them.
         over: whether they have come.
     """
 

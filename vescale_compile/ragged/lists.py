@@ -39,28 +39,6 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     placement (not Partial), or plain tensors. So a list may mix sharded and plain parameters. Tensors that
     are only read may also be 0-dim and plain, as step counters and learning rates are.
     """
-    if func._schema.is_mutable:
-        for part in _as_they_arrive(args):
-            _run(func, part, kwargs)
-        return None
-    return _run(func, args, kwargs)
-
-
-def _as_they_arrive(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The arguments, cut where some elements come later than others."""
-    lists = [value for value in args if _is_tensor_list(value)]
-    parts = next((parts for each in lists if len(parts := in_order_of_arrival(each)) > 1), None)
-    if parts is None:
-        return [args]
-    whole = len(lists[0])
-    cut = [isinstance(value, list | tuple) and len(value) == whole for value in args]  # tensors, or scalars
-    return [
-        tuple([value[i] for i in part] if is_cut else value for value, is_cut in zip(args, cut, strict=True))
-        for part in parts
-    ]
-
-
-def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     like = first_ragged(args, kwargs)
     anchors: list[torch.Tensor] = next(value for value in args if _is_tensor_list(value))
     values = []
@@ -71,12 +49,38 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
             value = [_element(func, like, *pair, written) for pair in zip(anchors, value, strict=True)]
         values.append(_single(func, like, value))
     options = {name: _single(func, like, value) for name, value in kwargs.items()}
-    if func in _SAME_FOR_ALL:
-        values[0] = coalesced(values[0])
-    results = func(*values, **options)
     if func._schema.is_mutable:
+        for part in _as_they_arrive(values):
+            _run(func, part, options)
         return None
+    results = _run(func, values, options)
     return [_like_anchor(result, anchor) for result, anchor in zip(results, anchors, strict=True)]
+
+
+def _as_they_arrive(values: list[Any]) -> list[list[Any]]:
+    """The arguments, cut where some elements come later than others."""
+    lists = [value for value in values if _is_tensor_list(value)]
+    parts = next((parts for each in lists if len(parts := in_order_of_arrival(each)) > 1), None)
+    if parts is None:
+        return [values]
+    whole = len(lists[0])
+    cut = [isinstance(value, list | tuple) and len(value) == whole for value in values]  # tensors, or numbers
+    return [
+        [[value[i] for i in part] if is_cut else value for value, is_cut in zip(values, cut, strict=True)]
+        for part in parts
+    ]
+
+
+def _run(func: OpOverload, values: list[Any], options: dict[str, Any]) -> Any:
+    """Waits for the elements, and runs the operation on the local tensors."""
+    local = [[_local(item) for item in value] if _is_tensor_list(value) else value for value in values]
+    if func in _SAME_FOR_ALL:
+        local[0] = coalesced(local[0])
+    return func(*local, **options)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def coalesced(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -120,8 +124,9 @@ def _is_tensor_list(value: object) -> bool:
 def _element(
     func: OpOverload, like: RaggedDTensor, anchor: torch.Tensor, item: torch.Tensor, written: bool
 ) -> torch.Tensor:
+    """What stands for ``item`` in the operation: itself, if it is distributed as the list's first is at its place."""
     if isinstance(anchor, RaggedDTensor) and isinstance(item, RaggedDTensor) and anchor._spec is item._spec:
-        return item._local_tensor  # the usual case first: optimizers step through hundreds of tensors
+        return item  # the usual case first: optimizers step through hundreds of tensors
     if not isinstance(anchor, DTensor):
         if isinstance(item, DTensor):
             refuse(func, like, f"the lists pair a plain tensor of shape {tuple(anchor.shape)} with {item!r}")
@@ -131,7 +136,7 @@ def _element(
     elif is_partial(anchor):
         refuse(func, like, f"the list also holds a tensor placed by {anchor.placements}; redistribute it")
     if same_layout(anchor, item):
-        return item._local_tensor  # type: ignore[attr-defined]
+        return item
     if written:
         refuse(func, like, f"it would write to {item!r}, which is placed otherwise; redistribute it")
     return scalar_operand(func, like, item)
