@@ -33,6 +33,7 @@ from .torch_internals import (
     Halves,
     WrappedPartitioner,
     aot_compile,
+    examined_cpu,
     forget_mutation_regions,
     inductor_compile,
     inductor_compile_inner,
@@ -112,6 +113,8 @@ def _lower_inductor(
     deadline: float,
 ) -> Callable[..., Any]:
     context = captured.context  # not the capture: what is compiled must not keep the model's buffers
+    on_cpu = generate_code and any(unit.shard.device.type == "cpu" for unit in context.units)
+    examination = examined_cpu() if on_cpu else None
 
     def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
@@ -122,6 +125,8 @@ def _lower_inductor(
         forget_mutation_regions(gm.graph)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]
+        if examination is not None:
+            examination.join()
         with lowered_once(gm, examples, deadline):
             return add_slots(inductor_compile_inner(gm, examples, **kwargs), slots)
 

@@ -7,6 +7,7 @@ entry says why no public name does. When a PyTorch release breaks something, it 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import lowering as _lowering
+from torch._inductor.cpu_vec_isa import pick_vec_isa as _pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
@@ -106,6 +108,18 @@ def copy_capture_marks(source: fx.GraphModule, target: fx.GraphModule, nodes: di
     for old, new in nodes.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+
+
+@functools.cache
+def examined_cpu() -> threading.Thread:
+    """Finds out, beside its caller, which vector instructions there are to generate: join it before code is generated.
+
+    Inductor asks when it first generates code for a CPU, and compiles and runs one small program after another: seconds
+    in which nothing else would happen.
+    """
+    examination = threading.Thread(target=_pick_vec_isa, daemon=True)  # who asks again gets the answer, or the error
+    examination.start()
+    return examination
 
 
 def inductor_compile(
