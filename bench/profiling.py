@@ -21,8 +21,6 @@ from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import is_fake
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
-from vescale_compile.runtime.arrivals import settle
-
 
 @dataclass
 class StepProfile:
@@ -57,7 +55,6 @@ def profiled(step: Callable[[], object], world_size: int, device: torch.device) 
                 ) as profiler,
             ):
                 step()
-                settle()  # an execution trace must not end before the collectives that it has seen begin
                 if on_gpu:
                     torch.cuda.synchronize(device)
         finally:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..torch_internals import outside_tracing
+from ..torch_internals import outside_tracing, profiled_to_the_end
 
 
 @dataclass(eq=False)
@@ -62,15 +62,16 @@ _arrivals: dict[int, Arrival] = {}
 
 
 def leave(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]) -> None:
-    """Has ``finish`` called when ``result`` is first read, at the latest before the next graph runs.
+    """Has ``finish`` called when ``result`` is first read, at the latest before the next graph runs. On CPUs a profiled
+    backward, which may be all that is profiled, calls it at once.
 
     Args:
         result: takes the reduced gradients.
         uses: what else must stay until then.
         finish: waits, and computes what is left to compute.
     """
-    if torch.is_anomaly_enabled():
-        finish()  # autograd itself reads all gradients then
+    if torch.is_anomaly_enabled() or profiled_to_the_end(result.device):
+        finish()  # autograd itself reads all gradients in anomaly mode
     else:
         _arrivals[result.data_ptr()] = Arrival(next(_numbers), result, uses, finish)
 

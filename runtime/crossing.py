@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..torch_internals import resolve_group
+from ..torch_internals import profiled_to_the_end, resolve_group
 from .collectives import Pending, start_all_gather
 from .ops import define
 
@@ -67,6 +67,9 @@ def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
     if crossing.taken >= _RELIABLE:
         crossing.pending = start_all_gather(shard, full, resolve_group(group))
         crossing.full = full
+        if profiled_to_the_end(full.device):
+            crossing.pending.wait()
+            crossing.pending = None
 
 
 def _take(shard: Tensor, full: Tensor, unit: int, group: str) -> None:

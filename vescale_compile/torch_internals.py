@@ -249,6 +249,13 @@ def outside_tracing() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def profiled_to_the_end(device: torch.device) -> bool:
+    """Whether a collective launched now must be waited for before the profiler stops: gloo's call back into the
+    profiler that has seen them begin when they are waited for, and crash if it is gone.
+    """
+    return device.type == "cpu" and torch._C._autograd._profiler_enabled()
+
+
 def in_backward() -> bool:
     """Whether this thread is running an autograd backward."""
     return torch._C._current_graph_task_id() != -1

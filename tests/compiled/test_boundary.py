@@ -100,6 +100,19 @@ def test_each_step_carries_one_gather_and_waits_for_it_in_the_backward():
 
 
 @on_ranks(2)
+def test_a_profiler_may_end_between_the_forward_and_its_backward():
+    model, call = compiled()
+    data = models.batches(1, 11)[0]
+    expected = reference(lambda reference: reference(*data))
+    for _ in range(3):
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU]):
+            loss = call(*data)
+        loss.backward()
+        assert all(map(torch.equal, gradients(model), expected))
+
+
+@on_ranks(2)
 def test_two_forwards_before_their_backwards():
     data = models.batches(2, 11)
     model, call = compiled()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import fake_world, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
 from vescale_compile.passes.context import Part
@@ -200,3 +201,14 @@ def test_what_a_reduction_uses_is_kept_until_it_is_over_and_no_longer():
     assert (sys.getrefcount(used), sys.getrefcount(result)) > references
     arrivals.arrival_of(result).wait()
     assert (sys.getrefcount(used), sys.getrefcount(result)) == references
+
+
+@on_ranks(2)
+def test_a_profiler_may_end_before_the_gradients_are_read():
+    model, backward = after_backward()
+    for _ in range(3):
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU]):
+            backward()
+        assert in_flight() == 0
+        assert all(map(torch.equal, gradients(model), reference()))
