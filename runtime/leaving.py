@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..torch_internals import resolve_group
 from .arrivals import arrival_of, leave
 from .ops import define, in_flight_on
-from .packing import packing_named
-from .quantized_ops import average_received
+from .quantized_ops import rest_of_reduction
 
 
 def _leave(full: Tensor, shard: Tensor, scratch: Tensor, unit: int) -> None:
@@ -23,12 +21,7 @@ def _leave(full: Tensor, shard: Tensor, scratch: Tensor, unit: int) -> None:
 def _leave_quantized(
     shard: Tensor, sent: Tensor, received: Tensor, unit: int, group: str, replicas: str, packing: str, compiled: bool
 ) -> None:
-    pending, ranks, known = in_flight_on(received), resolve_group(group), packing_named(packing)
-
-    def finish() -> None:
-        pending.wait()
-        average_received(shard, sent, received, ranks, replicas, known, compiled)
-
+    finish = rest_of_reduction(shard, sent, received, group, replicas, packing, compiled)
     leave(shard, (sent, received), finish)
 
 

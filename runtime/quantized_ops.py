@@ -14,6 +14,7 @@ time. ``compiled`` says whether Inductor compiles the kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -65,7 +66,7 @@ def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, packing:
     sent, received = (full.new_empty(known.nbytes, dtype=torch.uint8) for _ in range(2))
     _quantize_gradients(full, sent, known, rounding, False)
     start_all_to_all(sent, received, ranks).wait()
-    average_received(shard, sent, received, ranks, replicas, known, False)
+    _average(shard, sent, received, ranks, replicas, known, False)
     return shard
 
 
@@ -89,8 +90,21 @@ def _start_reduce(
 def _wait_reduce(
     shard: Tensor, sent: Tensor, received: Tensor, unit: int, group: str, replicas: str, packing: str, compiled: bool
 ) -> None:
-    in_flight_on(received).wait()
-    average_received(shard, sent, received, resolve_group(group), replicas, packing_named(packing), compiled)
+    rest_of_reduction(shard, sent, received, group, replicas, packing, compiled)()
+
+
+def rest_of_reduction(
+    shard: Tensor, sent: Tensor, received: Tensor, group: str, replicas: str, packing: str, compiled: bool
+) -> Callable[[], None]:
+    """What is left to do of a quantized reduction in flight: waits, and averages what came into ``shard``. Holds all
+    that it needs, whatever becomes of the unit meanwhile."""
+    pending, ranks, known = in_flight_on(received), resolve_group(group), packing_named(packing)
+
+    def finish() -> None:
+        pending.wait()
+        _average(shard, sent, received, ranks, replicas, known, compiled)
+
+    return finish
 
 
 def _quantize_gradients(full: Tensor, sent: Tensor, packing: Packing, rounding: Tensor, compiled: bool) -> None:
@@ -98,7 +112,7 @@ def _quantize_gradients(full: Tensor, sent: Tensor, packing: Packing, rounding: 
     quantize_into(packing, None, full, sent, Kernels.on(full.device, compiled), key)
 
 
-def average_received(
+def _average(
     shard: Tensor,
     sent: Tensor,
     received: Tensor,
@@ -107,7 +121,6 @@ def average_received(
     packing: Packing,
     compiled: bool,
 ) -> None:
-    """What ends a quantized reduction: averages what the ranks sent this one, over replicas too, into ``shard``."""
     parts = list(received.split(packing.part))
     parts[group.rank()] = sent.narrow(0, group.rank() * packing.part, packing.part)
     average_into(packing, group.rank(), parts, shard, Kernels.on(shard.device, compiled))
