@@ -179,7 +179,8 @@ class _Bench:
             measured: dict[str, MeasuredCollective] = ranks.ask("measure_collectives")[0]
             for kind, each in measured.items():
                 _say(
-                    f"  {kind}: {1e3 * each.latency:.2f} ms and {each.bandwidth / 1e6:.0f} MB/s; computation beside it "
+                    f"  {kind}: {1e3 * each.latency:.2f} ms and {each.bandwidth / 1e6:.0f} MB/s, "
+                    f"{1e3 * each.wakeup:.2f} ms more after a pause; computation beside it "
                     f"loses {100 * each.load:.0f} %, and it takes {each.stretch:.2f} times as long"
                 )
             cluster = cluster_of(device, len(joined.hosts), rate, measured, contending)

@@ -174,6 +174,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         lane=each.kind,
         load=cost.load,
         stretch=cost.stretch,
+        wakeup=cost.wakeup,
         merge=_merge(each, context),
     )
 

@@ -79,7 +79,8 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
 
 
 def _transfer(name: str, cost: CollectiveCost, **uses: object) -> Transfer:
-    return Transfer(name, cost.latency, cost.wire_time, load=cost.load, **uses)  # type: ignore[arg-type]
+    taken = {"load": cost.load, "stretch": cost.stretch, "wakeup": cost.wakeup}
+    return Transfer(name, cost.latency, cost.wire_time, **taken, **uses)  # type: ignore[arg-type]
 
 
 def _active_parameters(model: str, shapes: Shapes) -> float:

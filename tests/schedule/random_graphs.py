@@ -47,6 +47,7 @@ def any_graphs(draw: st.DrawFn) -> TaskGraph:
     numbers = st.integers(0, 6)
     compute = [Compute(f"task {i}", float(draw(numbers)), draw(numbers)) for i in range(positions)]
     uses = st.lists(st.integers(0, positions - 1), min_size=1, max_size=3, unique=True).map(sorted)
+    wakeups = {wire: draw(st.sampled_from([0.0, 1.0])) for wire in "xy"}
     transfers = []
     for index in range(draw(st.integers(0, 5))):
         used = tuple(draw(uses))
@@ -68,6 +69,7 @@ def any_graphs(draw: st.DrawFn) -> TaskGraph:
                 wire=wire,
                 load=draw(st.sampled_from([0.0, 0.2])),
                 stretch=draw(st.sampled_from([1.0, 1.5])),
+                wakeup=wakeups[wire],
                 merge=draw(st.sampled_from([None, "mergeable"])),
             )
         )

@@ -141,6 +141,15 @@ def test_a_transfer_that_computation_slows_takes_longer_beside_it_only() -> None
     assert run(graph, Launch((0,)), Wait((0,)), Run(0), Run(1)).makespan == 8.0
 
 
+def test_a_transfer_takes_longer_where_its_wire_is_idle_when_it_is_launched() -> None:
+    gathers = [transfer(f"gather {i}", 2.0, readers=(1,), lane=f"lane {i}", wakeup=3.0) for i in range(2)]
+    graph = TaskGraph((Compute("first", 4.0), Compute("second", 1.0)), tuple(gathers))
+    at_once = run(graph, Launch((0,)), Launch((1,)), Run(0), Wait((0,)), Wait((1,)), Run(1))
+    after_one_another = run(graph, Launch((0,)), Wait((0,)), Launch((1,)), Wait((1,)), Run(0), Run(1))
+    assert at_once.makespan == 7.0 + 1.0
+    assert after_one_another.makespan == 2 * 5.0 + 4.0 + 1.0
+
+
 def test_merged_transfers_pay_one_latency() -> None:
     parts = [Transfer(f"gather {i}", 2.0, 1.0, readers=(i,), merge="gathers") for i in range(2)]
     graph = TaskGraph((Compute("first", 1.0), Compute("second", 1.0)), tuple(parts))

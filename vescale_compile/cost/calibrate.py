@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from vescale_compile.cost.calibration import Calibration
 from vescale_compile.cost.cluster import MeasuredCollective
@@ -29,9 +28,10 @@ _MATRIX = {"cpu": 512, "cuda": 8192}  # rows and columns
 _BESIDE = {"cpu": (64, 1024, 16), "cuda": (8192, 8192, 1)}  # rows, size and number of matrices that are multiplied
 _COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}
 _COLLECTIVE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
-_REPEATS = 15
-_BATCHES, _BATCH, _BATCH_BYTES = 3, 5, 1 << 25  # of collectives: how many in each, at least, and how much
-_FEWEST, _SHARES = 3, (0.5, 2.0)  # products beside a collective, and how much of its time they take
+_REPEATS = 15  # of what takes milliseconds
+_FEWEST, _MOST, _SECONDS = 5, 45, 1.5  # repetitions of a collective: as many as find room in this time, within bounds
+_BATCHES, _BATCH, _BATCH_BYTES = 3, 5, 1 << 24  # of collectives: how many in each, at least, and how much
+_PAUSE, _SHARES = 3, (0.5, 2.0)  # products before a collective; how much of its time those beside it take
 _LOADS, _STRETCHES = [i / 50 for i in range(46)], [1 + i / 20 for i in range(41)]
 
 
@@ -83,11 +83,8 @@ def calibrate_collectives(
 
     A unit's gathers and reductions are those of the runtime, which for gloo are not the library's.
     """
-    ranks, agree = dist.get_world_size(group), _Slowest(device, group)
-    return {
-        kind: _measure_collective(kind, device, group, ranks, agree)
-        for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
-    }
+    bench = _Bench(device, group)
+    return {kind: bench.measure(kind) for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)}
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -160,79 +157,107 @@ def _times(run: Callable[[], Any], device: str) -> list[float]:
     return times
 
 
-def _back_to_back(start: Callable[[], Pending], nbytes: int, device: str, group: dist.ProcessGroup | None) -> float:
-    """Seconds of one of many without a pause. One, or a few small ones, can seem faster than the wire is: by what a
-    switch or a socket buffers, or by what a peer has sent before this rank began to count."""
-    count = max(_BATCH, _BATCH_BYTES // nbytes)
-    start().wait()
-    batches = []
-    for _ in range(_BATCHES):
-        dist.barrier(group)
-        _synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(count):
+class _Bench:
+    """Measures a collective, and computation before it and beside it, on all ranks of a group alike."""
+
+    def __init__(self, device: str, group: dist.ProcessGroup | None) -> None:
+        self.device, self.group, self.agree = device, group, _Slowest(device, group)
+        rows, size, count = _BESIDE[device]
+        self.a, *self.matrices = (torch.randn(n, size, device=device) for n in (rows, *[size] * count))
+        self.out = torch.empty_like(self.a)
+
+    def measure(self, kind: str) -> MeasuredCollective:
+        ranks = dist.get_world_size(self.group)
+        sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES]
+        seconds, after_pauses = [], []
+        for nbytes in sizes:
+            start, other = (self._collective(kind, nbytes // 4, ranks) for _ in range(2))
+            seconds += self.agree([self._in_a_row((start, other), nbytes)])
+            after_pauses += self.agree([self._after_a_pause(start, seconds[-1])])
+        latency, bandwidth = fit(sizes, seconds)
+        longer = statistics.median(late - soon for late, soon in zip(after_pauses, seconds, strict=True))
+        load, stretch = self._contention(start, seconds[-1])
+        return MeasuredCollective(latency, bandwidth, load, stretch, max(0.0, longer))
+
+    def _in_a_row(self, starts: Sequence[Callable[[], Pending]], nbytes: int) -> float:
+        """Seconds of one of many, each launched before the last one is waited for. One alone, or a few small ones, can
+        seem faster than the wire is: by what a switch or a socket buffers, or by what a peer has sent before this rank
+        began to count."""
+        count = max(_BATCH, _BATCH_BYTES // nbytes)
+        batches = []
+        for _ in range(1 + _BATCHES):
+            dist.barrier(self.group)
+            begin = self._now()
+            pending = starts[0]()
+            for number in range(1, count):
+                last, pending = pending, starts[number % len(starts)]()
+                last.wait()
+            pending.wait()
+            batches.append((self._now() - begin) / count)
+        return statistics.median(batches[1:])
+
+    def _after_a_pause(self, start: Callable[[], Pending], estimate: float) -> float:
+        """Seconds of one that follows computation, as in a training step: the ranks do not come at the same time, and
+        threads and connections have been idle."""
+        taken = []
+        for _ in range(_repetitions(estimate)):
+            self._multiply(_PAUSE)
+            begin = self._now()
             start().wait()
-        _synchronize(device)
-        batches.append((time.perf_counter() - begin) / count)
-    return statistics.median(batches)
+            taken.append(self._now() - begin)
+        return statistics.fmean(taken)
 
+    def _contention(self, start: Callable[[], Pending], estimate: float) -> tuple[float, float]:
+        """What computation and a collective take of each other: ``load`` and ``stretch`` of
+        :class:`MeasuredCollective`.
 
-def _measure_collective(
-    kind: str,
-    device: str,
-    group: dist.ProcessGroup | None,
-    ranks: int,
-    agree: Callable[[list[float]], list[float]],
-) -> MeasuredCollective:
-    sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES]
-    seconds = []
-    for nbytes in sizes:
-        full = torch.zeros(nbytes // 4, device=device)
-        start = _collective(kind, full, full.new_zeros(full.numel() // ranks), group)
-        seconds.append(_back_to_back(start, nbytes, device, group))
-    seconds = agree(seconds)
-    latency, bandwidth = fit(sizes, seconds)
-    load, stretch = _contention(start, seconds[-1], device, group, agree)
-    return MeasuredCollective(latency, bandwidth, load, stretch)
+        They are found from computation beside it that is over before it, and from computation that lasts longer:
+        products with matrices that on a CPU are not in its caches, as in a training step.
 
+        Args:
+            start: launches the collective.
+            estimate: of the seconds that it takes by itself.
+        """
+        product = self.agree([self._both(None, _PAUSE) / _PAUSE])[0]
+        few, many = (max(_PAUSE, round(share * estimate / product)) for share in _SHARES)
+        cases = [(start, 0), (None, few), (start, few), (None, many), (start, many)]
+        times = [[self._both(*case) for case in cases] for _ in range(_repetitions(estimate * sum(_SHARES) * 2))]
+        return contention(*self.agree([statistics.median(column) for column in zip(*times, strict=True)]))
 
-def _contention(
-    start: Callable[[], Pending],
-    alone: float,
-    device: str,
-    group: dist.ProcessGroup | None,
-    agree: Callable[[list[float]], list[float]],
-) -> tuple[float, float]:
-    """What computation and a collective take of each other: ``load`` and ``stretch`` of :class:`MeasuredCollective`.
-
-    They are found from computation beside it that is over before it, and from computation that lasts longer: products
-    with matrices that on a CPU are not in its caches, as in a training step.
-
-    Args:
-        start: launches the collective.
-        alone: seconds that it takes by itself.
-    """
-    rows, size, count = _BESIDE[device]
-    a, *matrices = (torch.randn(n, size, device=device) for n in (rows, *[size] * count))
-    out = torch.empty_like(a)
-
-    def both(products: int, communicate: bool) -> float:
-        dist.barrier(group)
-        _synchronize(device)
-        begin = time.perf_counter()
-        pending = start() if communicate else None
-        for number in range(products):
-            torch.mm(a, matrices[number % count], out=out)
+    def _both(self, start: Callable[[], Pending] | None, products: int) -> float:
+        """Seconds of a collective, if there is one, and products beside it."""
+        dist.barrier(self.group)
+        begin = self._now()
+        pending = None if start is None else start()
+        self._multiply(products)
         if pending is not None:
             pending.wait()
-        _synchronize(device)
-        return time.perf_counter() - begin
+        return self._now() - begin
 
-    product = agree([both(_FEWEST, communicate=False) / _FEWEST])[0]
-    few, many = (max(_FEWEST, round(share * alone / product)) for share in _SHARES)
-    times = [[both(products, beside) for products in (few, many) for beside in (False, True)] for _ in range(_REPEATS)]
-    short, short_beside, long, long_beside = agree([statistics.median(column) for column in zip(*times, strict=True)])
-    return contention(alone, short, short_beside, long, long_beside)
+    def _multiply(self, products: int) -> None:
+        for number in range(products):
+            torch.mm(self.a, self.matrices[number % len(self.matrices)], out=self.out)
+
+    def _collective(self, kind: str, numel: int, ranks: int) -> Callable[[], Pending]:
+        """Launches one in memory of its own."""
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        full, part = (torch.zeros(size, device=self.device) for size in (numel, numel // ranks))
+        if kind == ALL_GATHER:
+            return lambda: start_all_gather(part, full, group)
+        if kind == REDUCE_SCATTER:
+            scratch = full.new_zeros(scratch_numel(part.numel(), full.device, group))
+            return lambda: start_reduce_scatter(full, part, scratch, group)
+        return lambda: cast(Pending, dist.all_reduce(full, dist.ReduceOp.SUM, group, async_op=True))
+
+    def _now(self) -> float:
+        _synchronize(self.device)
+        return time.perf_counter()
+
+
+def _repetitions(seconds: float) -> int:
+    """How often to measure what takes that long: alike on ranks that agree about it."""
+    return min(_MOST, max(_FEWEST, round(_SECONDS / seconds)))
 
 
 def contention(alone: float, short: float, short_beside: float, long: float, long_beside: float) -> tuple[float, float]:
@@ -257,17 +282,6 @@ def together(work: float, alone: float, load: float, stretch: float) -> float:
     """Seconds until both are done: computation of ``work`` seconds and a collective of ``alone``, begun together."""
     both = min(work / (1 - load), alone * stretch)
     return both + (work - both * (1 - load)) + (alone - both / stretch)
-
-
-def _collective(kind: str, full: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Pending]:
-    ranks = group if group is not None else dist.group.WORLD
-    assert ranks is not None
-    if kind == ALL_GATHER:
-        return lambda: start_all_gather(part, full, ranks)
-    if kind == REDUCE_SCATTER:
-        scratch = full.new_zeros(scratch_numel(part.numel(), full.device, ranks))
-        return lambda: start_reduce_scatter(full, part, scratch, ranks)
-    return lambda: cast(Pending, dist.all_reduce(full, dist.ReduceOp.SUM, group, async_op=True))
 
 
 def _synchronize(device: str) -> None:

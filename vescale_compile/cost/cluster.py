@@ -51,12 +51,14 @@ class MeasuredCollective:
         bandwidth: bytes/s of the unsharded buffer.
         load: share of the compute device that computation beside it loses to it, in [0, 1).
         stretch: how many times longer it takes while the device computes beside it, at least 1.
+        wakeup: seconds that it takes longer if it does not follow another without a pause.
     """
 
     latency: float
     bandwidth: float
     load: float = 0.0
     stretch: float = 1.0
+    wakeup: float = 0.0
 
 
 @dataclass(frozen=True)

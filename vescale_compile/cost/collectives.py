@@ -29,6 +29,7 @@ class CollectiveCost:
         wire_time: seconds in proportion to its bytes.
         load: share of the compute device that it takes while it runs.
         stretch: how many times longer it takes while the device computes beside it.
+        wakeup: seconds that it takes longer on links that are idle when it is launched.
     """
 
     algorithm: str
@@ -36,10 +37,11 @@ class CollectiveCost:
     wire_time: float
     load: float
     stretch: float = 1.0
+    wakeup: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Its whole time, with the links to itself."""
+        """Its time after others, with the links to itself."""
         return self.latency + self.wire_time
 
 
@@ -60,9 +62,9 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
         raise ValueError(f"{kind} of {nbytes} bytes: a size must not be negative")
     if cluster.ranks == 1:
         return CollectiveCost("ring", 0.0, 0.0, 0.0)
-    if measured := cluster.measured.get(kind):
-        wire_time = nbytes / measured.bandwidth
-        return CollectiveCost("measured", measured.latency, wire_time, measured.load, measured.stretch)
+    if found := cluster.measured.get(kind):
+        wire_time = nbytes / found.bandwidth
+        return CollectiveCost("measured", found.latency, wire_time, found.load, found.stretch, found.wakeup)
     candidates = [algorithm(cluster, kind, nbytes) for algorithm in _ALGORITHMS[kind]]
     return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
 

@@ -49,6 +49,7 @@ class Transfer:
         wire: transfers that run at the same time on lanes over one wire get equal shares of it.
         load: share of the compute device that the transfer takes while it has its wire to itself, in [0, 1).
         stretch: how many times longer it takes while the device computes beside it, at least 1.
+        wakeup: seconds that it takes longer if its wire is idle when it is launched; of merged transfers, the most.
         repeats: index of the earlier transfer whose output this one brings once more (the gather for the
             backward): a schedule may keep that output instead.
         merge: transfers of equal ``merge`` may share one collective; None for those that may not.
@@ -66,6 +67,7 @@ class Transfer:
     wire: str = "wire"
     load: float = 0.0
     stretch: float = 1.0
+    wakeup: float = 0.0
     repeats: int | None = None
     merge: str | None = None
 
@@ -157,6 +159,8 @@ class TaskGraph:
             return f"load {transfer.load} must be in [0, 1)"
         if not 1 <= transfer.stretch < math.inf:
             return f"stretch {transfer.stretch} must be at least 1"
+        if not 0 <= transfer.wakeup < math.inf:
+            return f"wakeup {transfer.wakeup} s must be finite, not negative"
         return None
 
     def _repeat_problem(self, index: int, transfer: Transfer) -> str | None:

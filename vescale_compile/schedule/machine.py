@@ -7,6 +7,7 @@ and the simulator's report is its record. Times are in seconds, memory in bytes.
 - A lane runs its collectives one after another, in launch order; one starts no sooner than its launch, that is
   after the computation that precedes it in the program (as a stream waits for the event recorded at a launch).
 - Lanes over one wire that are busy at the same time share it equally.
+- A collective that is launched while nothing goes over its wire takes longer, by its wakeup.
 - A transfer that loads the compute device slows the computation that runs beside it, and may be slowed by it.
 - Memory follows the program, not the clock, so it does not depend on the durations being right: a buffer lives
   from the instruction that needs it to the one after which nothing does.
@@ -26,7 +27,10 @@ class ScheduleError(ValueError):
 class Collective:
     """One or more transfers that were launched together, in flight or done."""
 
-    __slots__ = ("lane", "launched", "load", "remaining", "started", "stopped", "stretch", "transfers", "wire")
+    __slots__ = (
+        *("lane", "launched", "load", "remaining", "started", "stopped"),
+        *("stretch", "transfers", "wakeup", "wire"),
+    )
 
     def __init__(self, graph: TaskGraph, transfers: tuple[int, ...], now: float) -> None:
         parts = [graph.transfers[index] for index in transfers]
@@ -34,6 +38,7 @@ class Collective:
         self.lane, self.wire = parts[0].lane, parts[0].wire
         self.load = max(part.load for part in parts)
         self.stretch = max(part.stretch for part in parts)
+        self.wakeup = max(part.wakeup for part in parts)
         self.remaining = max(part.latency for part in parts) + sum(part.wire_time for part in parts)
         self.launched = now
         self.started: float | None = None
@@ -109,6 +114,8 @@ class Machine:
         collective = Collective(self.graph, transfers, self.now)
         self.outstanding[transfers] = collective
         self.collectives.append(collective)
+        if not any(queue and queue[0].wire == collective.wire for queue in self._lanes.values()):
+            collective.remaining += collective.wakeup
         queue = self._lanes.setdefault(collective.lane, [])
         queue.append(collective)
         if len(queue) == 1:
