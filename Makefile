@@ -19,7 +19,7 @@ train: $(READY)
 
 # Two files of tests at a time; many start two to four ranks of their own, which wait for one another.
 test: lint
-	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(READY)
 	$(RUN) -m pytest -m "not slow" $(ARGS)

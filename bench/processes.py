@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import time
@@ -17,8 +18,10 @@ LOG_TAIL = 4000
 
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
-# Inductor compiles in the rank itself: pools of compiler processes would outlive the compilation.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor compiles as it does for users, C++ in threads of the rank. Triton kernels it would compile in processes of a
+# pool that starts with the import, and so in the process that ranks are forked from: they would inherit a dead one.
+if importlib.util.find_spec("triton") is not None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Ranks are forked from one process that has imported everything: they start at once, and the imports are in
 # every system's baseline of memory, whether it compiles or not.

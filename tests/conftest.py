@@ -1,9 +1,17 @@
 """Fixtures of the whole suite. Tests import this folder's helpers by name: ``from ranks import on_ranks``."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of mostly slow tests come first: one that came last would keep a worker busy alone."""
+    tests = Counter(item.path for item in items)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path] / tests[item.path])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,7 +30,7 @@ _COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}
 _COLLECTIVE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _REPEATS = 15  # of what takes milliseconds
 _FEWEST, _MOST, _SECONDS = 5, 45, 1.5  # repetitions of a collective: as many as find room in this time, within bounds
-_BATCHES, _BATCH, _BATCH_BYTES = 3, 5, 1 << 24  # of collectives: how many in each, at least, and how much
+_BATCHES, _BATCH, _BATCH_BYTES = 5, 5, 1 << 24  # of collectives: how many in each, at least, and how much
 _PAUSE, _SHARES = 3, (0.5, 2.0)  # products before a collective; how much of its time those beside it take
 _LOADS, _STRETCHES = [i / 50 for i in range(46)], [1 + i / 20 for i in range(41)]
 
