@@ -3,7 +3,8 @@
     calibration = calibrate()                 # each rank alike, if there is a process group
     calibration.save("this_machine.json")     # on one rank; later: Calibration.load("this_machine.json")
 
-It takes some seconds; other work on the machine falsifies it. Nothing in compilation calls it.
+It takes seconds, over a slow network up to a minute; other work on the machine falsifies it. Nothing in compilation
+calls it.
 """
 
 from __future__ import annotations

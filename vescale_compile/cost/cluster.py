@@ -45,7 +45,7 @@ class Link:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """A kind of collective as measured on the cluster itself: ``latency + nbytes / bandwidth`` seconds.
+    """A kind of collective as measured on the cluster: one of many in a row takes ``latency + nbytes / bandwidth``.
 
     Attributes:
         bandwidth: bytes/s of the unsharded buffer.
