@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from vescale_compile.examples.llama import Llama, LlamaConfig
 
 Batch = tuple[Tensor, Tensor]
 Model = Callable[[], nn.Module]
+
+REFERENCE_TIMEOUT = timedelta(minutes=4)
 
 _H100 = PRESETS["h100"](2)
 SLOW_WIRE = replace(_H100, start=0.0, within=replace(_H100.within, bandwidth=1e6, latency=0.0))
@@ -160,19 +163,36 @@ def train(call: nn.Module, params: Iterable[nn.Parameter], data: list[Batch]) ->
 def train_unsharded(
     model: Model, data: list[Batch], backend: str | None = "aot_eager"
 ) -> tuple[nn.Module, list[float]]:
-    """The reference: the whole model on every rank, compiled, with gradients averaged over the ranks."""
+    """The reference: the whole model, compiled. Rank 0 trains it on the batches of all ranks with the mean of their
+    gradients, and every rank gets the parameters and the losses of its own batches."""
     built = build(model)
+    batches_of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(batches_of_all, data)
+    losses = _train_on_all(built, batches_of_all, backend) if dist.get_rank() == 0 else None
+    dist.monitored_barrier(timeout=REFERENCE_TIMEOUT)  # a compilation takes longer than a collective may
+    trained = [losses]
+    dist.broadcast_object_list(trained)
+    for param in built.parameters():
+        dist.broadcast(param.data, 0)
+    return built, trained[0][dist.get_rank()]  # type: ignore[index]
+
+
+def _train_on_all(built: nn.Module, batches_of_all: list[list[Batch]], backend: str | None) -> list[list[float]]:
+    """The losses, by rank and step."""
     call = torch.compile(built, backend=backend) if backend else built
     optimizer = adamw(built.parameters())
-    losses = []
-    for tokens, labels in data:
-        loss = call(tokens, labels)
-        loss.backward()
-        average_gradients(built)
+    losses: list[list[float]] = [[] for _ in batches_of_all]
+    for step in zip(*batches_of_all, strict=True):
+        for rank, (tokens, labels) in enumerate(step):
+            loss = call(tokens, labels)
+            loss.backward()
+            losses[rank].append(loss.item())
+        for param in built.parameters():
+            if param.grad is not None:
+                param.grad /= len(batches_of_all)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return built, losses
+    return losses
 
 
 def average_gradients(model: nn.Module) -> None:
