@@ -20,8 +20,8 @@ def compile_one() -> None:
     torch.compile(model, backend="vescale")(tokens, tokens).backward()
 
 
-# Threads and pools of compilers would not survive the fork; nor would autograd's threads, which a build with CUDA starts
-# even where there is no GPU.
+# Threads and pools of compilers would not survive the fork; nor would autograd's threads, which a build with CUDA
+# starts even where there is no GPU.
 if not torch.backends.cuda.is_built():
     with fake_world(2), torch._inductor.config.patch(compile_threads=1):
         compile_one()
