@@ -201,10 +201,7 @@ class _Walk:
     def _make_room(self, position: int) -> None:
         """Waits for reductions, launching them if need be, until the next compute task fits."""
         self._wait_for_room(lambda: self._excess_with_due(position) <= 0)
-        while self._excess_with_due(position) > 0:
-            pending = [job for job in self._pending() if job.returned_bytes]
-            if not pending:
-                return
+        while self._excess_with_due(position) > 0 and (pending := [j for j in self._pending() if j.returned_bytes]):
             job = self._preferred(pending)
             self._launch(job, position)
             self._wait(job)

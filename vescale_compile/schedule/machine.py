@@ -27,10 +27,7 @@ class ScheduleError(ValueError):
 class Collective:
     """One or more transfers that were launched together, in flight or done."""
 
-    __slots__ = (
-        *("lane", "launched", "load", "remaining", "started", "stopped"),
-        *("stretch", "transfers", "wakeup", "wire"),
-    )
+    __slots__ = ("lane", "launched", "load", "remaining", "started", "stopped", "stretch", "transfers", "wire")
 
     def __init__(self, graph: TaskGraph, transfers: tuple[int, ...], now: float) -> None:
         parts = [graph.transfers[index] for index in transfers]
@@ -38,7 +35,6 @@ class Collective:
         self.lane, self.wire = parts[0].lane, parts[0].wire
         self.load = max(part.load for part in parts)
         self.stretch = max(part.stretch for part in parts)
-        self.wakeup = max(part.wakeup for part in parts)
         self.remaining = max(part.latency for part in parts) + sum(part.wire_time for part in parts)
         self.launched = now
         self.started: float | None = None
@@ -115,7 +111,7 @@ class Machine:
         self.outstanding[transfers] = collective
         self.collectives.append(collective)
         if not any(queue and queue[0].wire == collective.wire for queue in self._lanes.values()):
-            collective.remaining += collective.wakeup
+            collective.remaining += max(part.wakeup for part in parts)
         queue = self._lanes.setdefault(collective.lane, [])
         queue.append(collective)
         if len(queue) == 1:
