@@ -168,13 +168,13 @@ def train_unsharded(
     built = build(model)
     batches_of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(batches_of_all, data)
-    losses = _train_on_all(built, batches_of_all, backend) if dist.get_rank() == 0 else None
+    losses = [_train_on_all(built, batches_of_all, backend) if dist.get_rank() == 0 else None]
     dist.monitored_barrier(timeout=REFERENCE_TIMEOUT)  # a compilation takes longer than a collective may
-    trained = [losses]
-    dist.broadcast_object_list(trained)
+    dist.broadcast_object_list(losses)
     for param in built.parameters():
         dist.broadcast(param.data, 0)
-    return built, trained[0][dist.get_rank()]  # type: ignore[index]
+    assert losses[0] is not None
+    return built, losses[0][dist.get_rank()]
 
 
 def _train_on_all(built: nn.Module, batches_of_all: list[list[Batch]], backend: str | None) -> list[list[float]]:
