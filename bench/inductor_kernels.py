@@ -32,7 +32,7 @@ _STORES = (
     re.compile(r"(?P<to>\w+)\[.*\] = (?P<value>.+);"),
     re.compile(rf"(?:at::vec::)?transpose_mxn<.*\((?P<value>{_MEMORY})\b.*, (?P<to>{_MEMORY})\b.*"),
 )
-_NAMED = re.compile(r"(?:auto )?(\w+) = (.+?);?")
+_NAMED = re.compile(r"(?:auto )?(\w+) = ?(.*?);?")  # a value that takes several lines to compute has none on the first
 
 # Expressions that hand on a value as it is: loads, and changes of dtype. A load at a place that was computed
 # (`tmp`) is a lookup, as an embedding does, and no copy.
@@ -64,8 +64,8 @@ def read(source: str, language: str) -> Kernel:
     if signature is None:
         return Kernel((), ())
     parameters = _PARAMETER.findall(signature[1])
-    pointers = {name: name for name in parameters}
-    """and other names of theirs"""
+    pointers = {name: name for name in parameters if re.fullmatch(_MEMORY, name)}
+    """not sizes; and other names of theirs"""
     values: dict[str, str] = {}
     """of a name, or of a tile on the stack: the pointer whose values it holds unchanged"""
     found: dict[tuple[int, int], None] = {}

@@ -1,12 +1,14 @@
 """Where the blocks of a packing lie, for kernels: as rectangles of alike blocks, or in one table for all.
 
-A rectangle is a view of memory: a kernel that takes one reads and writes at full speed on any device, and a unit has a
-few on each rank. A table of strips, rows of blocks side by side in one tensor, lets one kernel work on everything that
-all ranks hold, however many they are; it looks up where each element lies.
+A rectangle is a view of memory, and a unit has a few on each rank. A table of strips, rows of blocks side by side in
+one tensor, lets one kernel work on everything that all ranks hold, however many they are. It looks up where a strip
+lies, and from there where each element does, or, of blocks of full width, each line: what is next to one another in a
+line is then known to be so, and CPUs read and write it in vectors.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from .packing import Packing, Piece
 
-_STRIP_NUMEL = 2048  # elements that a strip should have at least
+_STRIP_NUMEL = 2048  # elements that a strip should have at least; those of full width, in a line at most
 
 
 class Rectangle(NamedTuple):
@@ -25,7 +27,6 @@ class Rectangle(NamedTuple):
         element, code, scale: where the first block begins, in elements, and in bytes of the packed buffer.
         line, band, across: elements from one line, row of blocks and column of blocks to the next.
         scale_band: bytes from the scales of one row of blocks to the next.
-        whole: whether the blocks have the quantizer's full size.
     """
 
     element: int
@@ -39,7 +40,6 @@ class Rectangle(NamedTuple):
     band: int
     across: int
     scale_band: int
-    whole: bool
 
     def elements(self, flat: Tensor) -> Tensor:
         """View of a buffer of elements, [rows, columns, h, w]."""
@@ -59,6 +59,18 @@ class Rectangle(NamedTuple):
         size, stride = (self.rows, self.columns, self.h, self.w), (self.band, self.across, self.line, 1)
         return flat.as_strided(size, stride, flat.storage_offset() + first)
 
+    def places(self, device: torch.device) -> Tensor:
+        """Of the elements in a buffer, [rows, columns, h, w] int64."""
+        row, column, h, w = (torch.arange(n, device=device) for n in (self.rows, self.columns, self.h, self.w))
+        first = self.element + row.view(-1, 1, 1, 1) * self.band + column.view(-1, 1, 1) * self.across
+        return first + h.view(-1, 1) * self.line + w
+
+    def as_one_row(self) -> Rectangle:
+        """The same blocks in one row, if they follow one another in memory."""
+        if self.h > 1 or self.band != self.columns * self.across:
+            return self
+        return self._replace(rows=1, columns=self.rows * self.columns)
+
     def chunks(self, numel: int) -> Iterator[Rectangle]:
         """The rectangle in pieces of about ``numel`` elements: whole rows of blocks."""
         step = max(1, numel // (self.h * self.columns * self.w))
@@ -73,13 +85,21 @@ class Rectangle(NamedTuple):
 
 class Strips(NamedTuple):
     """Attributes:
-    table: [6, N] int64, of each strip: first element, elements from one line to the next, lines, columns, place of
-        the first element's code, and of the first block's scale, counted in scales.
+    table: [7, N] int64, of each strip: first element, elements from one line to the next, lines, columns, blocks,
+        place of the first element's code, and of the first block's scale, counted in scales.
     blocks: of a full strip.
+    tile: h and w of a full block, or of the line of one.
     """
 
     table: Tensor
     blocks: int
+    tile: tuple[int, int]
+
+    @staticmethod
+    def of(tables: list[Tensor], blocks: int, tile: tuple[int, int], device: torch.device) -> Strips:
+        """The strips of all ``tables``."""
+        none = torch.empty(7, 0, dtype=torch.int64)
+        return Strips(torch.cat([none, *tables], 1).to(device), blocks, tile)
 
 
 class Others(NamedTuple):
@@ -107,7 +127,41 @@ def strips_of(packing: Packing, rank: int | None, device: torch.device) -> Strip
     widest = max((_width(piece) for piece in pieces), default=1)
     blocks = min(max(1, _STRIP_NUMEL // (h * w)), -(-widest // w))
     tables = [_strips(piece, blocks, packing.quantizer.scale_bytes) for piece in pieces]
-    return Strips(torch.cat([torch.empty(6, 0, dtype=torch.int64), *tables], 1).to(device), blocks)
+    return Strips.of(tables, blocks, (h, w), device)
+
+
+def full_width_strips_of(packing: Packing, rank: int | None, device: torch.device) -> Strips:
+    """For :meth:`Packing.table`: of the blocks of full width alone."""
+    rectangles = _of_full_width(packing, rank, device)
+    blocks = _blocks_of_a_strip(rectangles)
+    tables = [_strips_in(r, r.h, blocks, packing.quantizer.scale_bytes) for r in rectangles]
+    return Strips.of(tables, blocks, packing.quantizer.tile, device)
+
+
+def lines_of(packing: Packing, rank: int | None, device: torch.device) -> Strips:
+    """For :meth:`Packing.table`: of the blocks of full width alone, one line of them in each strip."""
+    rectangles = _of_full_width(packing, rank, device)
+    blocks = _blocks_of_a_strip(rectangles)
+    tables = [_strips_in(r, 1, blocks, packing.quantizer.scale_bytes) for r in rectangles]
+    return Strips.of(tables, blocks, (1, packing.quantizer.tile[1]), device)
+
+
+def _of_full_width(packing: Packing, rank: int | None, device: torch.device) -> list[Rectangle]:
+    w = packing.quantizer.tile[1]
+    return [r.as_one_row() for r in packing.table(rectangles_of, rank, device) if r.w == w]
+
+
+def _blocks_of_a_strip(rectangles: list[Rectangle]) -> int:
+    """That it takes the least work: a strip that is not full takes as long as one that is."""
+    rows = Counter[int]()
+    for r in rectangles:
+        rows[r.columns] += r.rows
+    most = max((_STRIP_NUMEL // r.w for r in rectangles), default=1)
+
+    def work(blocks: int) -> int:
+        return sum(number * -(-columns // blocks) * (blocks + 1) for columns, number in rows.items())
+
+    return min(range(1, max(1, most) + 1), key=work)
 
 
 def others_of(packing: Packing, rank: int | None, device: torch.device) -> Others:
@@ -136,7 +190,7 @@ def _rectangles(piece: Piece, scale_bytes: int) -> Iterator[Rectangle]:
                 at = first * w
                 scale = piece.scale + first * scale_bytes
                 places = (piece.element + at, piece.code + at, scale)
-                yield Rectangle(*places, number, 1, 1, size, w, w, w, scale_bytes, whole=size == w)
+                yield Rectangle(*places, number, 1, 1, size, w, w, w, scale_bytes)
         return
     blocks = -(-cols // w)  # of a row
     band = piece.bands.start
@@ -146,9 +200,8 @@ def _rectangles(piece: Piece, scale_bytes: int) -> Iterator[Rectangle]:
                 at = line * cols - piece.start + column * w
                 scale = piece.scale + ((band - piece.bands.start) * blocks + column) * scale_bytes
                 places = (piece.element + at, piece.code + at, scale)
-                whole = (height, width) == (h, w)
                 strides = (cols, h * cols, w, blocks * scale_bytes)
-                yield Rectangle(*places, bands, height, number, width, *strides, whole=whole)
+                yield Rectangle(*places, bands, height, number, width, *strides)
         band += bands
 
 
@@ -166,8 +219,20 @@ def _bands(piece: Piece) -> Iterator[tuple[int, int, int]]:
                 line += number * height
 
 
+def _strips_in(r: Rectangle, height: int, blocks: int, scale_bytes: int) -> Tensor:
+    """[7, N]: as in :class:`Strips`, of ``height`` lines each, in the order of memory."""
+    row = torch.arange(r.rows)[:, None, None]
+    line = torch.arange(0, r.h, height)[:, None]
+    block = torch.arange(0, r.columns, blocks)
+    count = (r.columns - block).clamp(max=blocks)
+    within = row * r.band + line * r.line + block * r.across
+    scale = (r.scale + row * r.scale_band) // scale_bytes + block
+    size = (torch.tensor(r.line), torch.tensor(height), count * r.w, count)
+    return _stacked(r.element + within, *size, r.code + within, scale)
+
+
 def _strips(piece: Piece, blocks: int, scale_bytes: int) -> Tensor:
-    """[6, N]: as in :class:`Strips`."""
+    """[7, N]: as in :class:`Strips`."""
     assert piece.tiles is not None
     _, rows, cols, h, w = piece.tiles
     if piece.tiles.consecutive:
@@ -181,12 +246,17 @@ def _strips(piece: Piece, blocks: int, scale_bytes: int) -> Tensor:
     column = torch.arange(0, cols, blocks * w)[None]
     element = line * cols - start + column
     block = (numbers - bands.start) * -(-cols // w) + column // w
-    found = torch.broadcast_tensors(
+    return _stacked(
         element + piece.element,
         torch.tensor(cols),
         (rows - first_row).clamp(max=h),
         (cols - column).clamp(max=blocks * w),
+        (-(-cols // w) - column // w).clamp(max=blocks),
         element + piece.code,
         block + piece.scale // scale_bytes,
     )
-    return torch.stack([each.flatten() for each in found])
+
+
+def _stacked(*attributes: Tensor) -> Tensor:
+    """Of strips in as many rows and columns as the tensors broadcast to."""
+    return torch.stack([each.flatten() for each in torch.broadcast_tensors(*attributes)])

@@ -3,10 +3,11 @@
 The arithmetic is written once, and runs in three ways, with the same results:
 
 - operator by operator, on rectangles of blocks, a chunk at a time, so that it takes little memory;
-- compiled, on rectangles of blocks: a kernel for each, as a CPU likes it;
 - compiled, from a table of all blocks: one kernel for a unit, whatever its parameters and however many ranks it is
-  sharded over, as a GPU likes it. A block at a tensor's edge is then computed as if it were full, with its last line
-  and column repeated: that changes no maximum, and writes the same bytes again.
+  sharded over. A block at a tensor's edge is computed as if it were full, with its last line and column repeated: that
+  changes no maximum, and writes the same bytes again;
+- compiled, from a table of all blocks of full width, in whole lines, as a CPU likes it. Narrower ones, at the edge of a
+  tensor whose lines no tile divides, are computed operator by operator.
 
 Elements that are not quantized are few, and moved by two kernels of PyTorch's.
 """
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from .block_places import Rectangle, others_of, rectangles_of, strips_of
+from .block_places import Rectangle, Strips, full_width_strips_of, lines_of, others_of, rectangles_of, strips_of
 from .packing import Packing, Quantizer, StochasticQuantizer
 
 _CHUNK_NUMEL = 1 << 18  # elements that are worked on at a time without compilation
@@ -35,7 +36,7 @@ class Kernels(enum.Enum):
     """How the arithmetic runs."""
 
     EAGER = "operator by operator"
-    RECTANGLES = "compiled, for each rectangle of blocks"
+    LINES = "compiled, for all lines of blocks at once"
     TABLES = "compiled, for all blocks at once"
 
     @staticmethod
@@ -43,7 +44,7 @@ class Kernels(enum.Enum):
         """The way that suits a device; without ``compiled``, nothing is compiled."""
         if not compiled:
             return Kernels.EAGER
-        return Kernels.RECTANGLES if device.type == "cpu" else Kernels.TABLES
+        return Kernels.LINES if device.type == "cpu" else Kernels.TABLES
 
 
 def quantize_into(
@@ -62,12 +63,14 @@ def quantize_into(
     device = source.device
     # As memory of its own, which it is: compiled code would not write to two views of one storage in one kernel.
     stored = _stored_scales(from_dlpack(packed), packing.quantizer)
-    if kernels is Kernels.TABLES:
-        _run_on_strips(_quantize_strips, packing, rank, (source, packed, stored), (key,))
-    else:
-        for r, run in _on_rectangles(packing, rank, device, kernels):
-            place = None if key is None else torch.tensor([r.element, r.band, r.across, r.line], device="cpu")
-            run(_quantize_views, (r.elements(source), r.codes(packed), r.scales(stored)), (place, key))
+    if kernels is not Kernels.EAGER:
+        strips = packing.table(full_width_strips_of if kernels is Kernels.LINES else strips_of, rank, device)
+        _run_on_strips(kernels, _quantize_strips, packing.quantizer, strips, (key,), (source, packed), (stored,))
+    for r in _without_strips(packing, rank, device, kernels):
+        uniform = None if key is None else _uniform(r.places(device), key)
+        codes, scales = _encoded(packing.quantizer, r.elements(source), uniform)
+        r.codes(packed).copy_(codes)
+        r.scales(stored).copy_(scales)
     others = packing.table(others_of, rank, device)
     if others.elements.numel():
         values = source.index_select(0, others.elements).to(packing.dtype)
@@ -77,11 +80,11 @@ def quantize_into(
 def dequantize_into(packing: Packing, packed: Tensor, full: Tensor, kernels: Kernels) -> None:
     """Writes the elements of ``packed``, [world_size * P] uint8, to ``full``, [world_size * S]; padding stays."""
     stored = _stored_scales(packed, packing.quantizer)
-    if kernels is Kernels.TABLES:
-        _run_on_strips(_dequantize_strips, packing, None, (packed, stored, full), ())
-    else:
-        for r, run in _on_rectangles(packing, None, full.device, kernels):
-            run(_dequantize_views, (r.codes(packed), r.scales(stored), r.elements(full)), ())
+    if kernels is not Kernels.EAGER:
+        strips = packing.table(lines_of if kernels is Kernels.LINES else strips_of, None, full.device)
+        _run_on_strips(kernels, _dequantize_strips, packing.quantizer, strips, (), (packed, full), (stored,))
+    for r in _without_strips(packing, None, full.device, kernels):
+        r.elements(full).copy_(_decoded(packing.quantizer, r.codes(packed), r.scales(stored)))
     others = packing.table(others_of, None, full.device)
     if others.elements.numel():
         values = packed.view(packing.dtype).index_select(0, others.places)
@@ -124,13 +127,16 @@ def _add_parts(
 ) -> None:
     """``total = (total + parts) / divisor``, or without ``total`` on the right."""
     stored = [_stored_scales(part, packing.quantizer) for part in parts]
-    if kernels is Kernels.TABLES:
-        _run_on_strips(_sum_strips, packing, rank, (total, *parts, *stored), (divisor, accumulate))
-        return
-    for r, run in _on_rectangles(packing, rank, total.device, kernels):
-        codes = [r.codes(part) for part in parts]
-        scales = [r.scales(each) for each in stored]
-        run(_sum_views, (r.elements(total), *codes, *scales), (divisor, accumulate))
+    if kernels is not Kernels.EAGER:
+        strips = packing.table(lines_of if kernels is Kernels.LINES else strips_of, rank, total.device)
+        rest, flats = (divisor, accumulate), (total, *parts)
+        _run_on_strips(kernels, _sum_strips, packing.quantizer, strips, rest, flats, stored)
+    for r in _without_strips(packing, rank, total.device, kernels):
+        before = r.elements(total)
+        terms = [
+            _decoded(packing.quantizer, r.codes(part), r.scales(each)) for part, each in zip(parts, stored, strict=True)
+        ]
+        before.copy_(_mean(before if accumulate else None, terms, divisor))
 
 
 def _stored_scales(packed: Tensor, quantizer: Quantizer) -> Tensor:
@@ -138,38 +144,37 @@ def _stored_scales(packed: Tensor, quantizer: Quantizer) -> Tensor:
     return packed.view(torch.int32) if quantizer.scale_bytes == 4 else packed
 
 
-# On rectangles.
-
-
-def _on_rectangles(
-    packing: Packing, rank: int | None, device: torch.device, kernels: Kernels
-) -> Iterator[tuple[Rectangle, Callable[..., Any]]]:
-    """Rectangles of blocks, and what runs a function of views of each. Blocks at a tensor's edge are few and of many
-    sizes: they are not compiled."""
+def _without_strips(packing: Packing, rank: int | None, device: torch.device, kernels: Kernels) -> Iterator[Rectangle]:
+    """What is computed operator by operator, a chunk at a time."""
+    if kernels is Kernels.TABLES:
+        return
     for rectangle in packing.table(rectangles_of, rank, device):
-        if kernels is Kernels.RECTANGLES and rectangle.whole:
-            yield rectangle, functools.partial(_run_compiled, quantizer=packing.quantizer)
-        else:
-            for chunk in rectangle.chunks(_CHUNK_NUMEL):
-                yield chunk, functools.partial(_run_eager, quantizer=packing.quantizer)
+        if kernels is Kernels.EAGER or rectangle.w < packing.quantizer.tile[1]:
+            yield from rectangle.chunks(_CHUNK_NUMEL)
 
 
-def _run_eager(
-    function: Callable[..., Any], views: tuple[Tensor, ...], rest: tuple[object, ...], *, quantizer: Quantizer
-) -> Any:
-    return function(quantizer, *rest, *views)
+# Compiled.
 
 
-def _run_compiled(
-    function: Callable[..., Any], views: tuple[Tensor, ...], rest: tuple[object, ...], *, quantizer: Quantizer
-) -> Any:
-    """The same code for any number of rows and columns of blocks."""
-    for view in views:
-        for dim in (0, 1):
-            if view.shape[dim] > 1:
-                torch._dynamo.mark_dynamic(view, dim)
+def _run_on_strips(
+    kernels: Kernels,
+    function: Callable[..., None],
+    quantizer: Quantizer,
+    strips: Strips,
+    rest: tuple[object, ...],
+    flats: Sequence[Tensor],
+    stored: Sequence[Tensor],
+) -> None:
+    """Runs compiled code on all strips: the same for any number of them and any size of ``flats`` and ``stored``."""
+    if not strips.table.numel():
+        return
+    if kernels is Kernels.LINES:
+        flats = [_lines(flat, quantizer.tile[1]) for flat in flats]
+    for tensor, dim in ((strips.table, 1), *((flat, 0) for flat in (*flats, *stored))):
+        if tensor.shape[dim] > 1:
+            torch._dynamo.mark_dynamic(tensor, dim)
     with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
-        return _compiled(function, quantizer)(*rest, *views)
+        _compiled(function, quantizer, strips.tile, strips.blocks)(strips.table, *rest, *flats, *stored)
 
 
 @functools.cache
@@ -179,53 +184,9 @@ def _compiled(function: Callable[..., Any], *bound: object) -> Callable[..., Any
     return torch.compile(functools.partial(function, *bound), fullgraph=True, options=options)
 
 
-def _quantize_views(
-    quantizer: Quantizer, place: Tensor | None, key: Tensor | None, source: Tensor, codes: Tensor, stored: Tensor
-) -> None:
-    uniform = None
-    if place is not None and key is not None:
-        rows, columns, h, w = (torch.arange(n, device=source.device) for n in source.shape)
-        first = place[0] + rows.view(-1, 1, 1, 1) * place[1] + columns.view(-1, 1, 1) * place[2]
-        uniform = _uniform(first + h.view(-1, 1) * place[3] + w, key)
-    encoded, scales = _encoded(quantizer, source, uniform)
-    codes.copy_(encoded)
-    stored.copy_(scales)
-
-
-def _dequantize_views(quantizer: Quantizer, codes: Tensor, stored: Tensor, full: Tensor) -> None:
-    full.copy_(_decoded(quantizer, codes, stored).to(full.dtype))
-
-
-def _sum_views(quantizer: Quantizer, divisor: Tensor, accumulate: bool, total: Tensor, *parts: Tensor) -> None:
-    terms = [_decoded(quantizer, codes, stored) for codes, stored in _pairs(parts)]
-    total.copy_(_mean(total if accumulate else None, terms, divisor).to(total.dtype))
-
-
-def _pairs(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Codes and scales of each part, which come as all codes and then all scales."""
-    half = len(parts) // 2
-    return zip(parts[:half], parts[half:], strict=True)
-
-
-# From tables.
-
-
-def _run_on_strips(
-    function: Callable[..., None],
-    packing: Packing,
-    rank: int | None,
-    flats: tuple[Tensor, ...],
-    rest: tuple[object, ...],
-) -> None:
-    """Runs compiled code on all strips: the same for any number of them and any size of ``flats``."""
-    strips, blocks = packing.table(strips_of, rank, flats[0].device)
-    if not strips.numel():
-        return
-    for tensor, dim in ((strips, 1), *((flat, 0) for flat in flats)):
-        if tensor.shape[dim] > 1:
-            torch._dynamo.mark_dynamic(tensor, dim)
-    with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
-        _compiled(function, packing.quantizer, blocks)(strips, *rest, *flats)
+def _lines(flat: Tensor, w: int) -> Tensor:
+    """View of all lines of ``w`` elements, from wherever they begin: what a line is read from by its first element."""
+    return flat.as_strided((flat.numel() - w + 1, w), (1, 1), flat.storage_offset())
 
 
 class _Places(NamedTuple):
@@ -236,19 +197,37 @@ class _Places(NamedTuple):
     scales: Tensor
 
     @staticmethod
-    def of(strips: Tensor, quantizer: Quantizer, blocks: int) -> _Places:
-        first, line, rows, columns, code, scale = (each.view(-1, 1, 1, 1) for each in strips.unbind(0))
-        h, w = quantizer.tile
+    def of(strips: Tensor, tile: tuple[int, int], blocks: int) -> _Places:
+        first, line, rows, columns, number, code, scale = (each.view(-1, 1, 1, 1) for each in strips.unbind(0))
+        h, w = tile
         counts = functools.partial(torch.arange, device=strips.device)
-        block = torch.minimum(counts(blocks).view(-1, 1, 1), (columns - 1) // w)
+        block = torch.minimum(counts(blocks).view(-1, 1, 1), number - 1)
         column = torch.minimum(block * w + counts(w), columns - 1)
         row = torch.minimum(counts(h).view(-1, 1), rows - 1)
         within = row * line + column
         return _Places(first + within, code + within, scale + block)
 
 
+def _read(flat: Tensor, places: Tensor) -> Tensor:
+    """What lies at the places, [N, blocks, h, w]; of a view of lines, in the order of memory."""
+    return flat[places] if flat.dim() == 1 else flat[_first_of_lines(places)].transpose(1, 2)
+
+
+def _write(flat: Tensor, places: Tensor, values: Tensor) -> None:
+    if flat.dim() == 1:
+        flat.index_put_((places,), values.to(flat.dtype))
+    else:
+        flat.index_put_((_first_of_lines(places),), values.transpose(1, 2).to(flat.dtype))
+
+
+def _first_of_lines(places: Tensor) -> Tensor:
+    """[N, h, blocks]"""
+    return places[..., 0].transpose(1, 2)
+
+
 def _quantize_strips(
     quantizer: Quantizer,
+    tile: tuple[int, int],
     blocks: int,
     strips: Tensor,
     key: Tensor | None,
@@ -256,22 +235,29 @@ def _quantize_strips(
     packed: Tensor,
     stored: Tensor,
 ) -> None:
-    at = _Places.of(strips, quantizer, blocks)
+    at = _Places.of(strips, tile, blocks)
     uniform = None if key is None else _uniform(at.elements, key)
-    codes, scales = _encoded(quantizer, source[at.elements], uniform)
-    packed.index_put_((at.codes,), codes)
-    stored.index_put_((at.scales,), scales.to(stored.dtype))
+    codes, scales = _encoded(quantizer, _read(source, at.elements), uniform)
+    _write(packed, at.codes, codes)
+    _write(stored, at.scales, scales)
 
 
 def _dequantize_strips(
-    quantizer: Quantizer, blocks: int, strips: Tensor, packed: Tensor, stored: Tensor, full: Tensor
+    quantizer: Quantizer,
+    tile: tuple[int, int],
+    blocks: int,
+    strips: Tensor,
+    packed: Tensor,
+    full: Tensor,
+    stored: Tensor,
 ) -> None:
-    at = _Places.of(strips, quantizer, blocks)
-    full.index_put_((at.elements,), _decoded(quantizer, packed[at.codes], stored[at.scales]).to(full.dtype))
+    at = _Places.of(strips, tile, blocks)
+    _write(full, at.elements, _decoded(quantizer, _read(packed, at.codes), _read(stored, at.scales)))
 
 
 def _sum_strips(
     quantizer: Quantizer,
+    tile: tuple[int, int],
     blocks: int,
     strips: Tensor,
     divisor: Tensor,
@@ -279,10 +265,13 @@ def _sum_strips(
     total: Tensor,
     *parts: Tensor,
 ) -> None:
-    at = _Places.of(strips, quantizer, blocks)
-    terms = [_decoded(quantizer, codes[at.codes], stored[at.scales]) for codes, stored in _pairs(parts)]
-    mean = _mean(total[at.elements] if accumulate else None, terms, divisor)
-    total.index_put_((at.elements,), mean.to(total.dtype))
+    at = _Places.of(strips, tile, blocks)
+    half = len(parts) // 2  # all codes, and then all scales
+    terms = [
+        _decoded(quantizer, _read(codes, at.codes), _read(stored, at.scales))
+        for codes, stored in zip(parts[:half], parts[half:], strict=True)
+    ]
+    _write(total, at.elements, _mean(_read(total, at.elements) if accumulate else None, terms, divisor))
 
 
 # The arithmetic, of blocks in the last two dimensions.

@@ -136,7 +136,8 @@ extern "C"  void  kernel(float* in_out_ptr0,
                        float* out_ptr0,
                        float* out_ptr1,
                        float* out_ptr2,
-                       float* out_ptr3)
+                       float* out_ptr3,
+                       const int64_t ks0)
 {
     auto out_ptr4 = in_out_ptr0;
     {
@@ -166,6 +167,23 @@ extern "C"  void  kernel(float* in_out_ptr0,
         auto tmp1 = at::vec::Vectorized<float>(tmp0);
         tmp1.store(out_ptr3 + static_cast<int64_t>(x0));
     }
+    {
+        auto tmp0 = ks0;
+        auto tmp1 = c10::convert<float>(tmp0);
+        out_ptr3[static_cast<int64_t>(x0)] = tmp1;
+    }
+    {
+        auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0 + static_cast<int64_t>(x0), static_cast<int64_t>(16));
+        auto tmp1 = tmp0 + tmp0;
+        auto tmp0 =
+        [&]()
+        {
+            return tmp1;
+        }
+        ()
+        ;
+        tmp0.store(out_ptr3 + static_cast<int64_t>(x0));
+    }
 }
 """  # noqa: E501
 
@@ -186,7 +204,8 @@ def triton_poi_fused_add_copy_0(in_ptr0, in_ptr1, out_ptr0, out_ptr1, xnumel, XB
 @pytest.mark.parametrize(
     ("language", "source", "expected"),
     [
-        # Loaded and stored; with a change of dtype; through a transposed tile. Not: sums, lookups, constants.
+        # Loaded and stored; with a change of dtype; through a transposed tile. Not: sums, lookups, constants, sizes,
+        # what takes several lines to compute.
         ("cpp_pybinding", CPP, Kernel(copies=((1, 3), (2, 4), (1, 0)), written=(3, 4, 5, 6))),
         ("triton", TRITON, Kernel(copies=((1, 3),), written=(2, 3))),
     ],

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 import vescale_compile as vc
 from vescale_compile.quantize import BlockQuantizer
+from vescale_compile.runtime.block_places import full_width_strips_of
 from vescale_compile.runtime.packing import Packing
 from vescale_compile.runtime.quantizing import Kernels, average_into, dequantize_into, quantize_into
 
@@ -56,7 +58,7 @@ def test_a_rank_computes_its_own_part_of_the_whole(quantizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", [Kernels.RECTANGLES, Kernels.TABLES])
+@pytest.mark.parametrize("kernels", [Kernels.LINES, Kernels.TABLES])
 @pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
@@ -73,7 +75,7 @@ def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", [Kernels.RECTANGLES, Kernels.TABLES])
+@pytest.mark.parametrize("kernels", [Kernels.LINES, Kernels.TABLES])
 def test_compiled_kernels_round_and_average_alike(kernels):
     packing, buffer = packed_form(vc.BlockInt8(32))
     found = []
@@ -90,17 +92,38 @@ def test_compiled_kernels_round_and_average_alike(kernels):
         assert torch.equal(got, expected)
 
 
+def calls_of_generated_code(run: Callable[[], None]) -> int:
+    torch._dynamo.reset()
+    _, (code,) = run_and_get_code(run)
+    assert "extern_kernels." not in code
+    return len(re.findall(r"^\s+cpp_fused\w*\(", code, re.MULTILINE))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kernels", [Kernels.LINES, Kernels.TABLES])
 @pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
-def test_tables_make_one_call_of_generated_code_each_way(quantizer):
+def test_a_unit_takes_one_call_of_generated_code_each_way(quantizer, kernels):
     """For five parameters on two ranks, with blocks of all sizes at their edges."""
     packing, buffer = packed_form(quantizer)
     packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
-    for run in (
-        lambda: quantize_into(packing, None, buffer, packed, Kernels.TABLES),
-        lambda: dequantize_into(packing, packed, buffer.clone(), Kernels.TABLES),
-    ):
-        torch._dynamo.reset()
-        _, (code,) = run_and_get_code(run)
-        assert len(re.findall(r"^\s+cpp_fused\w*\(", code, re.MULTILINE)) == 1
-        assert "extern_kernels." not in code
+    assert calls_of_generated_code(lambda: quantize_into(packing, None, buffer, packed, kernels)) == 1
+    assert calls_of_generated_code(lambda: dequantize_into(packing, packed, buffer.clone(), kernels)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernels", "eagerly"), [(Kernels.EAGER, True), (Kernels.LINES, False)])
+def test_blocks_of_full_width_are_not_computed_operator_by_operator(kernels, eagerly):
+    """Two parameters, the last row of blocks of the first one lower than the others."""
+    params = [(0, (37, 64)), (37 * 64, (8, 32))]
+    packing = Packing("full width", vc.BlockFP8((4, 16)), 1, 37 * 64 + 8 * 32, params, torch.float32)
+    source, packed = torch.ones(37 * 64 + 8 * 32), torch.zeros(packing.nbytes, dtype=torch.uint8)
+    quantize_into(packing, None, source, packed, kernels)  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        quantize_into(packing, None, source, packed, kernels)
+    assert ("aten::amax" in {event.key for event in profile.key_averages()}) == eagerly
+
+
+def test_a_strip_of_lines_holds_as_many_blocks_as_waste_the_least():
+    """Of five in a row and of ten in a row, five: no strip is filled up."""
+    packing = Packing("rows", vc.BlockFP8((4, 16)), 1, 1920, [(0, (8, 80)), (640, (8, 160))], torch.float32)
+    assert full_width_strips_of(packing, 0, torch.device("cpu")).blocks == 5
