@@ -161,14 +161,18 @@ def train(call: nn.Module, params: Iterable[nn.Parameter], data: list[Batch]) ->
 
 
 def train_unsharded(
-    model: Model, data: list[Batch], backend: str | None = "aot_eager"
+    model: Model,
+    data: list[Batch],
+    backend: str | None = "aot_eager",
+    through: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[nn.Module, list[float]]:
     """The reference: the whole model, compiled. Rank 0 trains it on the batches of all ranks with the mean of their
-    gradients, and every rank gets the parameters and the losses of its own batches."""
+    gradients, and every rank gets the parameters and the losses of its own batches. A step computes with what `through`
+    makes of the parameters."""
     built = build(model)
     batches_of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(batches_of_all, data)
-    losses = [_train_on_all(built, batches_of_all, backend) if dist.get_rank() == 0 else None]
+    losses = [_train_on_all(built, batches_of_all, backend, through) if dist.get_rank() == 0 else None]
     dist.monitored_barrier(timeout=REFERENCE_TIMEOUT)  # a compilation takes longer than a collective may
     dist.broadcast_object_list(losses)
     for param in built.parameters():
@@ -177,17 +181,27 @@ def train_unsharded(
     return built, losses[0][dist.get_rank()]
 
 
-def _train_on_all(built: nn.Module, batches_of_all: list[list[Batch]], backend: str | None) -> list[list[float]]:
+def _train_on_all(
+    built: nn.Module,
+    batches_of_all: list[list[Batch]],
+    backend: str | None,
+    through: Callable[[Tensor], Tensor] | None,
+) -> list[list[float]]:
     """The losses, by rank and step."""
     call = torch.compile(built, backend=backend) if backend else built
     optimizer = adamw(built.parameters())
     losses: list[list[float]] = [[] for _ in batches_of_all]
     for step in zip(*batches_of_all, strict=True):
+        masters = [param.detach().clone() for param in built.parameters()]
+        if through is not None:
+            for param, master in zip(built.parameters(), masters, strict=True):
+                param.data.copy_(through(master))
         for rank, (tokens, labels) in enumerate(step):
             loss = call(tokens, labels)
             loss.backward()
             losses[rank].append(loss.item())
-        for param in built.parameters():
+        for param, master in zip(built.parameters(), masters, strict=True):
+            param.data.copy_(master)
             if param.grad is not None:
                 param.grad /= len(batches_of_all)
         optimizer.step()

@@ -22,6 +22,13 @@ def explained(reshard: bool = True, **options):
     return graph
 
 
+@pytest.fixture(scope="module")
+def usual():
+    """The report of a model of uneven sizes that two ranks train."""
+    with fake_world(2):
+        return explained()
+
+
 def compiled(seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
     torch._dynamo.reset()
     crossing.forget_carried()
@@ -49,28 +56,22 @@ def reference(losses_of) -> list[torch.Tensor]:
     return [param.grad for param in model.parameters()]
 
 
-def test_it_is_launched_when_the_forwards_own_gathers_are_over_and_taken_where_it_is_read():
-    with fake_world(2):
-        graph = explained()
-    assert graph.parts[Part.FORWARD].schedule[-1] == CARRY
-    backward = graph.parts[Part.BACKWARD].schedule
+def test_it_is_launched_when_the_forwards_own_gathers_are_over_and_taken_where_it_is_read(usual):
+    assert usual.parts[Part.FORWARD].schedule[-1] == CARRY
+    backward = usual.parts[Part.BACKWARD].schedule
     assert TAKE in backward and "launch all_gather of (root)" not in backward
     assert backward.index(TAKE) <= 1  # behind no more than the launch of the next
 
 
-def test_it_is_no_gather_more():
-    with fake_world(2):
-        graph = explained()
-    names = [unit.name for unit in graph.units]
-    for part in graph.parts.values():
+def test_it_is_no_gather_more(usual):
+    names = [unit.name for unit in usual.units]
+    for part in usual.parts.values():
         gathered = [entry.unit for entry in part.entries if entry.kind.value == "all-gather"]
         assert sorted(gathered) == sorted(names)
 
 
-def test_its_slot_holds_nothing_else():
-    with fake_world(2):
-        graph = explained()
-    slots = [slot for part in graph.parts.values() for slot in part.slots if slot.carried]
+def test_its_slot_holds_nothing_else(usual):
+    slots = [slot for part in usual.parts.values() for slot in part.slots if slot.carried]
     assert [[tenant.what for tenant in slot.tenants] for slot in slots] == [["gathered parameters of (root)"]] * 2
 
 
@@ -80,9 +81,8 @@ def test_where_the_backward_gathers_nothing_again_nothing_is_carried():
     assert not any(event.startswith(("carry", "take")) for part in graph.parts.values() for event in part.schedule)
 
 
-def test_where_the_budget_has_no_room_for_it_nothing_is_carried():
+def test_where_the_budget_has_no_room_for_it_nothing_is_carried(usual):
     with fake_world(2):
-        usual = explained()
         tight = explained(memory_budget=usual.peak_bytes - 1900)
     assert tight.peak_bytes <= usual.peak_bytes - 1900
     assert CARRY not in tight.parts[Part.FORWARD].schedule

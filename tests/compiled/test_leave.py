@@ -1,6 +1,7 @@
 """The last reductions of a backward are waited for when their gradients are first read."""
 
 import copy
+import functools
 import gc
 import io
 import sys
@@ -52,6 +53,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [param.grad.full_tensor() for param in model.parameters()]
 
 
+@functools.cache
 def reference(steps: int = 1) -> list[torch.Tensor]:
     """Gradients of the unsharded model, averaged over the ranks, of as many equal steps."""
     torch._dynamo.reset()

@@ -53,6 +53,13 @@ def explained(build: models.Model = models.deep, reshard: bool = True, **options
     return graph
 
 
+@pytest.fixture(scope="module")
+def usual():
+    """The report of a deep model that two ranks train over a slow wire."""
+    with fake_world(2):
+        return explained(cluster=models.SLOW_WIRE)
+
+
 def most_in_flight(schedule: tuple[str, ...]) -> int:
     flying = most = 0
     for event in schedule:
@@ -61,36 +68,29 @@ def most_in_flight(schedule: tuple[str, ...]) -> int:
     return most
 
 
-def test_a_gather_is_launched_before_the_unit_ahead_of_it_has_run():
-    with fake_world(2):
-        graph = explained(cluster=models.SLOW_WIRE)
-    schedule = graph.parts[Part.FORWARD].schedule
+def test_a_gather_is_launched_before_the_unit_ahead_of_it_has_run(usual):
+    schedule = usual.parts[Part.FORWARD].schedule
     launched = schedule.index("launch all_gather of layers.3")
     assert launched < schedule.index("wait all_gather of layers.2")
 
 
-def test_reductions_are_waited_for_after_the_next_unit_has_begun():
-    with fake_world(2):
-        graph = explained(cluster=models.SLOW_WIRE)
-    schedule = graph.parts[Part.BACKWARD].schedule
+def test_reductions_are_waited_for_after_the_next_unit_has_begun(usual):
+    schedule = usual.parts[Part.BACKWARD].schedule
     assert schedule.index("wait reduce_scatter of layers.3") > schedule.index("wait all_gather of layers.2")
 
 
-def test_everything_launched_is_waited_for_or_left_to_who_reads_it():
-    with fake_world(2):
-        graph = explained(cluster=models.SLOW_WIRE)
-    for part in graph.parts.values():
+def test_everything_launched_is_waited_for_or_left_to_who_reads_it(usual):
+    for part in usual.parts.values():
         launched = sorted(event.removeprefix("launch ") for event in part.schedule if event.startswith("launch"))
         over = [event.split(maxsplit=1) for event in part.schedule if event.startswith(("wait", "leave"))]
         assert launched == sorted(what for _, what in over)
-    carried, taken = (part.schedule for part in graph.parts.values())
+    carried, taken = (part.schedule for part in usual.parts.values())
     assert "carry all_gather of (root)" in carried
     assert "take all_gather of (root)" in taken
 
 
-def test_what_the_budget_allows_is_used_and_never_exceeded():
+def test_what_the_budget_allows_is_used_and_never_exceeded(usual):
     with fake_world(2):
-        usual = explained(cluster=models.SLOW_WIRE)
         ample = explained(cluster=models.SLOW_WIRE, memory_budget=usual.peak_bytes + 3000)
         tight = explained(cluster=models.SLOW_WIRE, memory_budget=usual.peak_bytes - 1900)
     assert tight.peak_bytes <= usual.peak_bytes - 1900

@@ -1,5 +1,6 @@
 """Selective resharding: within a memory budget, what the backward need not gather again."""
 
+import functools
 import re
 
 import models
@@ -21,6 +22,7 @@ def sharded(build: models.Model = models.deep, reshard: bool = True) -> torch.nn
     return vc.fully_shard(models.build(build), reshard_after_forward=reshard)
 
 
+@functools.cache
 def explained(budget: int | None, reshard: bool = True):
     options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": budget}
     (graph,) = vc.explain(sharded(reshard=reshard), *models.batches(1, 11)[0], options=options).graphs

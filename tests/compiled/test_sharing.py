@@ -28,6 +28,13 @@ def explained(world_size: int = 2, cluster=SLOW_TO_START, **shard_options):
     return graph
 
 
+@pytest.fixture(scope="module")
+def sharing():
+    """The report of a deep model that two ranks train where it takes long to start a collective."""
+    with fake_world(2):
+        return explained()
+
+
 def launches(schedule: tuple[str, ...], kind: str) -> list[str]:
     return [event for event in schedule if event.startswith(f"launch {kind}")]
 
@@ -36,25 +43,21 @@ def shared(schedule: tuple[str, ...], kind: str) -> int:
     return sum(event.endswith(", with the next") for event in launches(schedule, kind))
 
 
-def test_gathers_and_reductions_of_small_units_share_collectives():
-    with fake_world(2):
-        graph = explained()
-    forward, backward = (part.schedule for part in graph.parts.values())
+def test_gathers_and_reductions_of_small_units_share_collectives(sharing):
+    forward, backward = (part.schedule for part in sharing.parts.values())
     assert shared(forward, "all_gather") > 0
     assert shared(backward, "reduce_scatter") > 0
 
 
-def test_what_shares_a_collective_is_launched_together():
-    with fake_world(2):
-        schedule = explained().parts[Part.FORWARD].schedule
+def test_what_shares_a_collective_is_launched_together(sharing):
+    schedule = sharing.parts[Part.FORWARD].schedule
     for event, following in itertools.pairwise(schedule):
         if event.endswith(", with the next"):
             assert following.startswith("launch all_gather")
 
 
-def test_a_shared_collective_is_predicted_to_take_its_latency_once():
-    with fake_world(2):
-        forward = explained().parts[Part.FORWARD]
+def test_a_shared_collective_is_predicted_to_take_its_latency_once(sharing):
+    forward = sharing.parts[Part.FORWARD]
     collectives_made = len(launches(forward.schedule, "all_gather")) - shared(forward.schedule, "all_gather")
     assert forward.prediction.communication == pytest.approx(collectives_made * LATENCY, rel=0.05)
 

@@ -1,5 +1,6 @@
 """What the passes make of quantized communication: two buffers for a gather, counted bytes, and a proof of both."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from test_graphs import dump_of_one_step
 from test_verify import Graph, aten, context
 
 
+@functools.cache
 def explained(**options):
     """The report of a small Llama on two ranks."""
     torch._dynamo.reset()

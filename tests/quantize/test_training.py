@@ -1,5 +1,6 @@
 """Training with quantized gathers: the numbers of a model of quantized weights, with straight-through gradients."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -17,40 +18,17 @@ sys.path.append(str(Path(__file__).parents[1] / "compiled"))
 import models
 
 
-def train_straight_through(model, data, quantizer, backend: str | None):
-    """The reference, on every rank: before each step, weights are what quantization leaves of the masters, which take
-    the averaged gradients as they are."""
-    built = models.build(model)
-    call = torch.compile(built, backend=backend) if backend else built
-    masters = {name: torch.nn.Parameter(param.detach().clone()) for name, param in built.named_parameters()}
-    optimizer = models.adamw(masters.values())
-    losses = []
-    for tokens, labels in data:
-        with torch.no_grad():
-            for name, param in built.named_parameters():
-                param.copy_(formats.expected(quantizer, masters[name]))
-        loss = call(tokens, labels)
-        loss.backward()
-        models.average_gradients(built)
-        for name, param in built.named_parameters():
-            masters[name].grad, param.grad = param.grad, None
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return masters, losses
-
-
 def check(name: str, quantizer, lowering: str | None, steps: int = 3, vocab: int = 64, **options) -> None:
+    """A step computes with what quantization leaves of the masters, which take the gradients as they are."""
     torch._dynamo.reset()
     data = models.batches(steps, vocab)
     model, call = models.sharded(getattr(models, name), compile=lowering, quantize=quantizer, **options)
     losses = models.train(call, model.parameters(), data)
-    masters, expected = train_straight_through(
-        getattr(models, name), data, quantizer, "aot_eager" if lowering else None
-    )
+    through = functools.partial(formats.expected, quantizer)
+    masters, expected = models.train_unsharded(getattr(models, name), data, "aot_eager" if lowering else None, through)
     assert losses == expected
-    for key, param in model.named_parameters():
-        assert torch.equal(param.full_tensor(), masters[key]), key
+    for (key, param), master in zip(model.named_parameters(), masters.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), master), key
 
 
 @pytest.mark.parametrize("quantizer", [vc.BlockInt8(32), vc.BlockFP8((8, 8)), vc.MXFP8()], ids=repr)
