@@ -9,7 +9,7 @@ line is then known to be so, and CPUs read and write it in vectors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,12 +95,6 @@ class Strips(NamedTuple):
     blocks: int
     tile: tuple[int, int]
 
-    @staticmethod
-    def of(tables: list[Tensor], blocks: int, tile: tuple[int, int], device: torch.device) -> Strips:
-        """The strips of all ``tables``."""
-        none = torch.empty(7, 0, dtype=torch.int64)
-        return Strips(torch.cat([none, *tables], 1).to(device), blocks, tile)
-
 
 class Others(NamedTuple):
     """What is not quantized.
@@ -123,45 +117,56 @@ def rectangles_of(packing: Packing, rank: int | None, device: torch.device) -> l
 def strips_of(packing: Packing, rank: int | None, device: torch.device) -> Strips:
     """For :meth:`Packing.table`."""
     h, w = packing.quantizer.tile
-    pieces = [piece for piece in packing.pieces(rank) if piece.tiles]
-    widest = max((_width(piece) for piece in pieces), default=1)
-    blocks = min(max(1, _STRIP_NUMEL // (h * w)), -(-widest // w))
-    tables = [_strips(piece, blocks, packing.quantizer.scale_bytes) for piece in pieces]
-    return Strips.of(tables, blocks, (h, w), device)
+    return _strips(packing, packing.table(rectangles_of, rank, device), (h, w), _STRIP_NUMEL // (h * w), device)
 
 
 def full_width_strips_of(packing: Packing, rank: int | None, device: torch.device) -> Strips:
     """For :meth:`Packing.table`: of the blocks of full width alone."""
-    rectangles = _of_full_width(packing, rank, device)
-    blocks = _blocks_of_a_strip(rectangles)
-    tables = [_strips_in(r, r.h, blocks, packing.quantizer.scale_bytes) for r in rectangles]
-    return Strips.of(tables, blocks, packing.quantizer.tile, device)
+    h, w = packing.quantizer.tile
+    return _strips(packing, _of_full_width(packing, rank, device), (h, w), _STRIP_NUMEL // w, device)
 
 
 def lines_of(packing: Packing, rank: int | None, device: torch.device) -> Strips:
     """For :meth:`Packing.table`: of the blocks of full width alone, one line of them in each strip."""
-    rectangles = _of_full_width(packing, rank, device)
-    blocks = _blocks_of_a_strip(rectangles)
-    tables = [_strips_in(r, 1, blocks, packing.quantizer.scale_bytes) for r in rectangles]
-    return Strips.of(tables, blocks, (1, packing.quantizer.tile[1]), device)
+    w = packing.quantizer.tile[1]
+    return _strips(packing, _of_full_width(packing, rank, device), (1, w), _STRIP_NUMEL // w, device)
 
 
 def _of_full_width(packing: Packing, rank: int | None, device: torch.device) -> list[Rectangle]:
     w = packing.quantizer.tile[1]
-    return [r.as_one_row() for r in packing.table(rectangles_of, rank, device) if r.w == w]
+    return [r for r in packing.table(rectangles_of, rank, device) if r.w == w]
 
 
-def _blocks_of_a_strip(rectangles: list[Rectangle]) -> int:
-    """That it takes the least work: a strip that is not full takes as long as one that is."""
+def _strips(
+    packing: Packing, rectangles: Sequence[Rectangle], tile: tuple[int, int], most: int, device: torch.device
+) -> Strips:
+    """Of ``tile``'s height at most, and of as many blocks, at most ``most``, as takes the least work."""
+    rectangles = [r.as_one_row() for r in rectangles]
     rows = Counter[int]()
     for r in rectangles:
         rows[r.columns] += r.rows
-    most = max((_STRIP_NUMEL // r.w for r in rectangles), default=1)
 
     def work(blocks: int) -> int:
+        """A strip that is not full takes as long as one that is."""
         return sum(number * -(-columns // blocks) * (blocks + 1) for columns, number in rows.items())
 
-    return min(range(1, max(1, most) + 1), key=work)
+    blocks = min(range(1, max(1, most) + 1), key=work)
+    tables = [_strips_in(r, min(r.h, tile[0]), blocks, packing.quantizer.scale_bytes) for r in rectangles]
+    none = torch.empty(7, 0, dtype=torch.int64)
+    return Strips(torch.cat([none, *tables], 1).to(device), blocks, tile)
+
+
+def _strips_in(r: Rectangle, height: int, blocks: int, scale_bytes: int) -> Tensor:
+    """[7, N]: as in :class:`Strips`, in the order of memory."""
+    row = torch.arange(r.rows)[:, None, None]
+    line = torch.arange(0, r.h, height)[:, None]
+    block = torch.arange(0, r.columns, blocks)
+    count = (r.columns - block).clamp(max=blocks)
+    within = row * r.band + line * r.line + block * r.across
+    scale = (r.scale + row * r.scale_band) // scale_bytes + block
+    size = (torch.tensor(r.line), torch.tensor(height), count * r.w, count)
+    attributes = (r.element + within, *size, r.code + within, scale)
+    return torch.stack([each.flatten() for each in torch.broadcast_tensors(*attributes)])
 
 
 def others_of(packing: Packing, rank: int | None, device: torch.device) -> Others:
@@ -172,12 +177,6 @@ def others_of(packing: Packing, rank: int | None, device: torch.device) -> Other
     places = [torch.arange(piece.code // size, piece.code // size + piece.numel) for piece in pieces]
     none = torch.empty(0, dtype=torch.int64)
     return Others(torch.cat([none, *elements]).to(device), torch.cat([none, *places]).to(device))
-
-
-def _width(piece: Piece) -> int:
-    """Of the longest row of blocks in a piece, in elements."""
-    assert piece.tiles is not None
-    return piece.numel if piece.tiles.consecutive else piece.tiles.cols
 
 
 def _rectangles(piece: Piece, scale_bytes: int) -> Iterator[Rectangle]:
@@ -217,46 +216,3 @@ def _bands(piece: Piece) -> Iterator[tuple[int, int, int]]:
             if number and height:
                 yield line, number, height
                 line += number * height
-
-
-def _strips_in(r: Rectangle, height: int, blocks: int, scale_bytes: int) -> Tensor:
-    """[7, N]: as in :class:`Strips`, of ``height`` lines each, in the order of memory."""
-    row = torch.arange(r.rows)[:, None, None]
-    line = torch.arange(0, r.h, height)[:, None]
-    block = torch.arange(0, r.columns, blocks)
-    count = (r.columns - block).clamp(max=blocks)
-    within = row * r.band + line * r.line + block * r.across
-    scale = (r.scale + row * r.scale_band) // scale_bytes + block
-    size = (torch.tensor(r.line), torch.tensor(height), count * r.w, count)
-    return _stacked(r.element + within, *size, r.code + within, scale)
-
-
-def _strips(piece: Piece, blocks: int, scale_bytes: int) -> Tensor:
-    """[7, N]: as in :class:`Strips`."""
-    assert piece.tiles is not None
-    _, rows, cols, h, w = piece.tiles
-    if piece.tiles.consecutive:
-        bands, cols, start = range(1), piece.numel, 0
-    else:
-        bands, start = piece.bands, piece.start
-    in_matrix = -(-rows // h)
-    numbers = torch.arange(bands.start, bands.stop)[:, None]
-    first_row = numbers % in_matrix * h
-    line = numbers // in_matrix * rows + first_row
-    column = torch.arange(0, cols, blocks * w)[None]
-    element = line * cols - start + column
-    block = (numbers - bands.start) * -(-cols // w) + column // w
-    return _stacked(
-        element + piece.element,
-        torch.tensor(cols),
-        (rows - first_row).clamp(max=h),
-        (cols - column).clamp(max=blocks * w),
-        (-(-cols // w) - column // w).clamp(max=blocks),
-        element + piece.code,
-        block + piece.scale // scale_bytes,
-    )
-
-
-def _stacked(*attributes: Tensor) -> Tensor:
-    """Of strips in as many rows and columns as the tensors broadcast to."""
-    return torch.stack([each.flatten() for each in torch.broadcast_tensors(*attributes)])
