@@ -63,9 +63,8 @@ def quantize_into(
     device = source.device
     # As memory of its own, which it is: compiled code would not write to two views of one storage in one kernel.
     stored = _stored_scales(from_dlpack(packed), packing.quantizer)
-    if kernels is not Kernels.EAGER:
-        strips = packing.table(full_width_strips_of if kernels is Kernels.LINES else strips_of, rank, device)
-        _run_on_strips(kernels, _quantize_strips, packing.quantizer, strips, (key,), (source, packed), (stored,))
+    strips_in_lines = full_width_strips_of  # whole blocks together, whose maxima are sought
+    _run_on_strips(_quantize_strips, kernels, strips_in_lines, packing, rank, (key,), (source, packed), (stored,))
     for r in _without_strips(packing, rank, device, kernels):
         uniform = None if key is None else _uniform(r.places(device), key)
         codes, scales = _encoded(packing.quantizer, r.elements(source), uniform)
@@ -80,9 +79,7 @@ def quantize_into(
 def dequantize_into(packing: Packing, packed: Tensor, full: Tensor, kernels: Kernels) -> None:
     """Writes the elements of ``packed``, [world_size * P] uint8, to ``full``, [world_size * S]; padding stays."""
     stored = _stored_scales(packed, packing.quantizer)
-    if kernels is not Kernels.EAGER:
-        strips = packing.table(lines_of if kernels is Kernels.LINES else strips_of, None, full.device)
-        _run_on_strips(kernels, _dequantize_strips, packing.quantizer, strips, (), (packed, full), (stored,))
+    _run_on_strips(_dequantize_strips, kernels, lines_of, packing, None, (), (packed, full), (stored,))
     for r in _without_strips(packing, None, full.device, kernels):
         r.elements(full).copy_(_decoded(packing.quantizer, r.codes(packed), r.scales(stored)))
     others = packing.table(others_of, None, full.device)
@@ -127,10 +124,8 @@ def _add_parts(
 ) -> None:
     """``total = (total + parts) / divisor``, or without ``total`` on the right."""
     stored = [_stored_scales(part, packing.quantizer) for part in parts]
-    if kernels is not Kernels.EAGER:
-        strips = packing.table(lines_of if kernels is Kernels.LINES else strips_of, rank, total.device)
-        rest, flats = (divisor, accumulate), (total, *parts)
-        _run_on_strips(kernels, _sum_strips, packing.quantizer, strips, rest, flats, stored)
+    rest, flats = (divisor, accumulate), (total, *parts)
+    _run_on_strips(_sum_strips, kernels, lines_of, packing, rank, rest, flats, stored)
     for r in _without_strips(packing, rank, total.device, kernels):
         before = r.elements(total)
         terms = [
@@ -157,24 +152,29 @@ def _without_strips(packing: Packing, rank: int | None, device: torch.device, ke
 
 
 def _run_on_strips(
-    kernels: Kernels,
     function: Callable[..., None],
-    quantizer: Quantizer,
-    strips: Strips,
+    kernels: Kernels,
+    strips_in_lines: Callable[[Packing, int | None, torch.device], Strips],
+    packing: Packing,
+    rank: int | None,
     rest: tuple[object, ...],
     flats: Sequence[Tensor],
     stored: Sequence[Tensor],
 ) -> None:
     """Runs compiled code on all strips: the same for any number of them and any size of ``flats`` and ``stored``."""
+    if kernels is Kernels.EAGER:
+        return
+    in_lines = kernels is Kernels.LINES
+    strips = packing.table(strips_in_lines if in_lines else strips_of, rank, flats[0].device)
     if not strips.table.numel():
         return
-    if kernels is Kernels.LINES:
-        flats = [_lines(flat, quantizer.tile[1]) for flat in flats]
+    if in_lines:
+        flats = [_lines(flat, strips.tile[1]) for flat in flats]
     for tensor, dim in ((strips.table, 1), *((flat, 0) for flat in (*flats, *stored))):
         if tensor.shape[dim] > 1:
             torch._dynamo.mark_dynamic(tensor, dim)
     with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
-        _compiled(function, quantizer, strips.tile, strips.blocks)(strips.table, *rest, *flats, *stored)
+        _compiled(function, packing.quantizer, strips.tile, strips.blocks)(strips.table, *rest, *flats, *stored)
 
 
 @functools.cache
