@@ -22,7 +22,8 @@ class _Unit(NamedTuple):
     """Memory of one unit's collectives; S is a rank's share."""
 
     shard: Tensor  # [S]
-    full: Tensor  # [world_size * S], gathered into and reduced from
+    full: Tensor  # [world_size * S], gathered into
+    gradients: Tensor  # [world_size * S], reduced from; ``full`` itself where dtypes allow it
     reduced: Tensor  # [S]
     scratch: Tensor
 
@@ -63,23 +64,27 @@ def _gather(units: list[_Unit]) -> None:
 
 
 def _reduce(units: list[_Unit]) -> None:
-    for number, (_, full, reduced, scratch) in enumerate(units):
-        ops.start_reduce_scatter(full, reduced, scratch, number, _world().group_name, "")
-    for number, (_, full, reduced, scratch) in enumerate(units):
-        ops.wait_reduce_scatter(full, reduced, scratch, number)
+    for number, (_, _, gradients, reduced, scratch) in enumerate(units):
+        ops.start_reduce_scatter(gradients, reduced, scratch, number, _world().group_name, "")
+    for number, (_, _, gradients, reduced, scratch) in enumerate(units):
+        ops.wait_reduce_scatter(gradients, reduced, scratch, number)
 
 
 def _units(model: nn.Module, workload: Workload) -> list[_Unit]:
     ranks = _world().size()
     layers = [sum(param.numel() for param in layer.parameters()) for layer in model.get_submodule("layers").children()]
     rest = sum(param.numel() for param in model.parameters()) - sum(layers)
-    dtype = workload.mixed_precision.param_dtype or torch.float32
+    policy = workload.mixed_precision
+    gathered, reduced = policy.param_dtype or torch.float32, policy.reduce_dtype or torch.float32
     device = torch.device(workload.device)
     units = []
     for numel in (rest, *layers):
         share = -(-numel // ranks)
-        sizes = (share, share * ranks, share, scratch_numel(share, device, _world()))
-        units.append(_Unit(*(torch.zeros(size, dtype=dtype, device=device) for size in sizes)))
+        full = torch.zeros(share * ranks, dtype=gathered, device=device)
+        gradients = full if gathered == reduced else torch.zeros(share * ranks, dtype=reduced, device=device)
+        scratch = torch.zeros(scratch_numel(share, device, _world()), dtype=reduced, device=device)
+        shard = torch.zeros(share, dtype=gathered, device=device)
+        units.append(_Unit(shard, full, gradients, torch.zeros(share, dtype=reduced, device=device), scratch))
     return units
 
 

@@ -252,7 +252,7 @@ def _order(setting: Setting) -> tuple[int, float, str]:
 
 
 def _read(path: Path | None, how: dict[str, Any]) -> list[Cell]:
-    """The cells of an earlier run with the same settings; ValueError if the file is of another."""
+    """The cells of an earlier run with the same settings; ends the program if the file is of another."""
     if path is None or not path.exists():
         return []
     kept = json.loads(path.read_text())

@@ -40,16 +40,16 @@ def _instruction(name: str, operand: int | list[int]) -> Instruction:
 
 def _question(what: str, context: CompileContext) -> str:
     """Names a decision on one program; equal on all ranks, so without the names of groups, of which ranks know only
-    their own."""
+    their own, and of packings, which hold them. How much is packed stays."""
     units = [
         (
             unit.name,
             tuple(unit.shard.shape),
             unit.views,
             unit.port is None,
-            unit.comm._replace(group="", replicas=""),
+            unit.comm._replace(group="", replicas="", packing="", gradient_packing=""),
             unit.reshard_after_forward,
         )
         for unit in context.units
     ]
-    return repr((what, context.lowering.value, context.memory_budget, context.cluster, units))
+    return repr((what, context.lowering.value, context.memory_budget, context.wanted_cluster, units))

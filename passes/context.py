@@ -174,6 +174,7 @@ class CompileContext:
         rank: this process's rank, for messages.
         lowering: what will run the graphs.
         cluster: what the cost model predicts for.
+        wanted_cluster: how the user named it, on all ranks alike; what ranks find there may differ.
         memory_budget: bytes that a step may take on a rank, without optimizer states; None for what overlap needs.
         decide: takes a question and this rank's answer, and returns the one that holds on all ranks.
         units: units in the order in which the graph first needs them.
@@ -195,6 +196,7 @@ class CompileContext:
     rank: int
     lowering: Lowering
     cluster: Cluster
+    wanted_cluster: str
     memory_budget: int | None
     decide: Callable[[str, str], str]
     units: tuple[GraphUnit, ...]

@@ -160,7 +160,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     exchanges = each.launch.target is start_reduce_scatter_quantized
     # What is exchanged are codes of the gradients, from one half of the scratch to the other.
     sent, kind = (scratch // 2, ALL_TO_ALL) if exchanges else (full, each.kind)
-    cost = collective_cost(context.cluster, kind, sent)
+    cost, comm = collective_cost(context.cluster, kind, sent), context.units[each.unit].comm
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",
@@ -171,7 +171,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         input_bytes=0 if each.gathers else full,
         output_bytes=full if each.gathers and not each.escapes else 0,
         scratch_bytes=scratch,
-        lane=each.kind,
+        lane=f"group {comm.group}" if comm.serial else each.kind,
         load=cost.load,
         stretch=cost.stretch,
         wakeup=cost.wakeup,

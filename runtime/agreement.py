@@ -27,6 +27,16 @@ _MOST_NAMED = 8  # ranks that a message describes one by one
 _SAME_MODEL = (
     "Every rank must build the same model, in the same order, with the same parameters frozen, and compile it alike."
 )
+_OTHERWISE_BUSY = "They are not doing what the other ranks do: compare what each rank calls before this point."
+_STILL_COMPILING = (
+    "If they were still compiling, give them longer: torch.compile(..., options={'deadline': seconds}). If not, they "
+    "are not doing what the other ranks do: compare what each rank calls before this point."
+)
+_STILL_COMPILED = (
+    "If they run compiled code for this unit, this rank has left it: Dynamo stops compiling what it has compiled "
+    "torch._dynamo.config.recompile_limit times (TORCH_LOGS=recompiles says why), or only this rank called the model "
+    "uncompiled."
+)
 _SAME_VALUES = (
     "Replicas must begin with equal parameters, or they stay different: seed all ranks alike where the model is "
     "built, or load one checkpoint on all."
@@ -63,18 +73,34 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE
             buffer.agreed = True
 
 
-def agree_on_graph(buffers: Sequence[DBuffer], collectives: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
+def agree_on_graph(
+    buffers: Sequence[DBuffer], collectives: Sequence[str], problem: str | None, *, deadline_s: float = DEADLINE_S
+) -> None:
     """:func:`agree` on the order, sizes and dtypes of a graph's collectives, once for each sequence of them.
 
     A rank that compiles again by itself, for another batch size, say, has the collectives of the first time, and
-    waits for nobody.
+    waits for nobody. One that has a problem with the graph says so in place of its collectives.
     """
     for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
         key = (_name(mesh), *collectives)
         if key not in _agreed_graphs:
-            agree(mesh, "compiled graph", collectives, deadline_s=deadline_s)
-            if dist.get_backend() != "fake":  # where nobody was asked
+            lines = collectives if problem is None else [problem]
+            agree(mesh, "compiled graph", lines, absent=_STILL_COMPILING, deadline_s=deadline_s)
+            if problem is None and dist.get_backend() != "fake":  # where nobody was asked
                 _agreed_graphs.add(key)
+
+
+@torch.compiler.disable
+def agree_on_leaving_compiled_code(buffer: DBuffer) -> None:
+    """:func:`agree` that a unit which compiled graphs gather is gathered without them, when that first happens.
+
+    The two gather in different places in the backward: a rank alone in this would send others what they don't expect.
+    """
+    if buffer.compiled and not buffer.left_compiled_code:
+        agree(
+            buffer.mesh, "outside compiled code", [f"unit {buffer.name}"], absent=_STILL_COMPILED, deadline_s=DEADLINE_S
+        )
+        buffer.left_compiled_code = True
 
 
 def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
@@ -97,7 +123,13 @@ def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
 
 
 def agree(
-    mesh: DeviceMesh, what: str, lines: Sequence[str], *, remedy: str = _SAME_MODEL, deadline_s: float = DEADLINE_S
+    mesh: DeviceMesh,
+    what: str,
+    lines: Sequence[str],
+    *,
+    remedy: str = _SAME_MODEL,
+    absent: str = _OTHERWISE_BUSY,
+    deadline_s: float = DEADLINE_S,
 ) -> None:
     """Raises on every rank of ``mesh`` unless all of them call this with the same ``lines``.
 
@@ -107,6 +139,7 @@ def agree(
         what: names the object of the check in messages.
         lines: what must be equal. The first line that differs is quoted.
         remedy: ends the message of RanksDisagree.
+        absent: ends the message of RanksMissing.
         deadline_s: how long to wait for the other ranks, seconds.
 
     Raises:
@@ -115,7 +148,7 @@ def agree(
     """
     if mesh.size() == 1 or dist.get_backend() == "fake":
         return
-    exchange = _Exchange(mesh, what, list(lines), remedy, deadline_s)
+    exchange = _Exchange(mesh, what, list(lines), remedy, absent, deadline_s)
     message = exchange.judge() if exchange.rank == exchange.ranks[0] else exchange.read_verdict()
     if message is not None:
         missing = message.startswith("no answer")
@@ -123,12 +156,15 @@ def agree(
 
 
 class _Exchange:
-    def __init__(self, mesh: DeviceMesh, what: str, lines: list[str], remedy: str, deadline_s: float) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, what: str, lines: list[str], remedy: str, absent: str, deadline_s: float
+    ) -> None:
         self.store = default_store()
         self.ranks = _ranks_of(mesh)
         self.rank = dist.get_rank()
         self.lines = [what, *lines]
         self.remedy = remedy
+        self.absent = absent
         self.deadline = time.monotonic() + deadline_s
         self.deadline_s = deadline_s
         name = _name(mesh)
@@ -141,10 +177,7 @@ class _Exchange:
         digests = {rank: self._read(f"digest/{rank}") for rank in self.ranks}
         missing = [rank for rank, digest in digests.items() if digest is None]
         if missing:
-            message = (
-                f"no answer from ranks {_some(missing)} within {self.deadline_s:g} s. They are not "
-                "doing what the other ranks do: compare what each rank calls before this point."
-            )
+            message = f"no answer from ranks {_some(missing)} within {self.deadline_s:g} s. {self.absent}"
             self._post("verdict", json.dumps({"message": message}))
             return message
         counts = Counter(digests.values())
@@ -166,7 +199,7 @@ class _Exchange:
         """On the other ranks: waits for the first rank's word, and answers what it asks."""
         raw = self._read("verdict", grace_s=10.0)
         if raw is None:
-            return f"no answer from rank {self.ranks[0]}, which compares, within {self.deadline_s:g} s."
+            return f"no answer from rank {self.ranks[0]}, which compares, within {self.deadline_s:g} s. {self.absent}"
         verdict = json.loads(raw)
         if "asked" not in verdict:
             return verdict.get("message")

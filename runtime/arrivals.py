@@ -31,6 +31,7 @@ class Arrival:
     uses: tuple[Tensor, ...]
     _finish: Callable[[], object] | None
     _done: torch.Event | None = field(default=None, init=False)
+    _waited: torch.Stream | None = field(default=None, init=False)  # the last stream that comes after it
 
     @property
     def over(self) -> bool:
@@ -44,14 +45,16 @@ class Arrival:
             RuntimeError: of the process group, if the reduction failed or took longer than its timeout.
         """
         if self._finish is None:
-            if self._done is not None:  # another stream may have waited
-                torch.cuda.current_stream(self.result.device).wait_event(self._done)
+            if self._done is not None and (stream := torch.cuda.current_stream(self.result.device)) != self._waited:
+                stream.wait_event(self._done)
+                self._waited = stream
             return
         with outside_tracing(), torch.no_grad():
             self._finish()
         self._finish = None
         if self.result.device.type == "cuda":
-            self._done = torch.cuda.current_stream(self.result.device).record_event()
+            self._waited = torch.cuda.current_stream(self.result.device)
+            self._done = self._waited.record_event()
         else:
             self.uses = ()
             _arrivals.pop(self.result.data_ptr(), None)
@@ -84,4 +87,6 @@ def arrival_of(result: Tensor) -> Arrival | None:
 def settle() -> None:
     """Waits for everything that was left in flight; what fails fails once here, and whoever reads it."""
     while _arrivals:
-        _arrivals.pop(next(iter(_arrivals))).wait()
+        arrival = _arrivals.pop(next(iter(_arrivals)))
+        arrival.wait()
+        arrival.uses = ()

@@ -29,7 +29,9 @@ from ..torch_internals import (
 )
 
 _COALESCING = ("nccl", "gloo", "fake")  # backends
-_TAG = 0x7663  # of our messages, which must not meet others of the same process group
+# Tags of our messages. They must not meet others of the same process group, nor each other: ranks that came to
+# different collectives wait until the deadline, and don't take gradients for parameters.
+_GATHER, _REDUCTION, _EXCHANGE = 0x7663, 0x7664, 0x7665
 
 
 class Pending(Protocol):
@@ -59,7 +61,7 @@ def start_all_gather(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> P
         own.copy_(shard)
         return start_gather_in_place(full, group)
     if full.device.type == "cuda":
-        return _on_stream("gather", lambda: all_gather_single(full, _in_dtype(shard, own), group=group))
+        return _on_stream("gather", full.device, lambda: all_gather_single(full, _in_dtype(shard, own), group=group))
     return all_gather_single(full, _in_dtype(shard, own), group=group, async_op=True)
 
 
@@ -74,9 +76,10 @@ def start_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
     own = parts[group.rank()]
     if exchanges_directly(full.device, group):
         peers = _peers(group)
-        return _exchange([Message(own, rank) for rank in peers], [Message(parts[rank], rank) for rank in peers], group)
+        sent, received = [Message(own, rank) for rank in peers], [Message(parts[rank], rank) for rank in peers]
+        return _exchange(sent, received, group, _GATHER)
     if full.device.type == "cuda":
-        return _on_stream("gather", lambda: all_gather_single(full, own, group=group))
+        return _on_stream("gather", full.device, lambda: all_gather_single(full, own, group=group))
     return all_gather_single(full, own, group=group, async_op=True)
 
 
@@ -89,7 +92,7 @@ def start_all_gathers(gathers: Sequence[tuple[Tensor, Tensor]], group: dist.Proc
         return all_gather_coalesced(outputs, inputs, group)
 
     if outputs[0].device.type == "cuda":
-        return _on_stream("gather", lambda: run().wait())
+        return _on_stream("gather", outputs[0].device, lambda: run().wait())
     return run()
 
 
@@ -107,10 +110,13 @@ def start_all_to_all(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -
         outgoing, incoming = sent.view(group.size(), -1), received.view(group.size(), -1)
         peers = _peers(group)
         return _exchange(
-            [Message(outgoing[rank], rank) for rank in peers], [Message(incoming[rank], rank) for rank in peers], group
+            [Message(outgoing[rank], rank) for rank in peers],
+            [Message(incoming[rank], rank) for rank in peers],
+            group,
+            _EXCHANGE,
         )
     if sent.device.type == "cuda":
-        return _on_stream("reduce", lambda: dist.all_to_all_single(received, sent, group=group))
+        return _on_stream("reduce", sent.device, lambda: dist.all_to_all_single(received, sent, group=group))
     return dist.all_to_all_single(received, sent, group=group, async_op=True)
 
 
@@ -136,7 +142,7 @@ def start_reduce_scatter(
             _divide(shard, group)
             average_replicas(shard, replicas)
 
-        return _on_stream("reduce", reduce)
+        return _on_stream("reduce", full.device, reduce)
     work = reduce_scatter_single(shard, full, op=_average(full.device, group), group=group, async_op=True)
 
     def finish() -> None:
@@ -162,7 +168,7 @@ def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: di
             for shard in outputs:
                 _divide(shard, group)
 
-        return [_on_stream("reduce", reduce)] * len(outputs)
+        return [_on_stream("reduce", device, reduce)] * len(outputs)
     work = run()
 
     def finish(shard: Tensor) -> None:
@@ -175,6 +181,12 @@ def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: di
 def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether collectives of several units can be one, whose latency is paid once. Messages gain nothing by it."""
     return not exchanges_directly(device, group) and _backend(device, group) in _COALESCING
+
+
+def serial(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether the group's collectives run one after another, whatever their kind and stream: as those of one of NCCL's
+    communicators do, and messages don't."""
+    return not exchanges_directly(device, group)
 
 
 def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGroup) -> int:
@@ -204,6 +216,7 @@ def _reduce_by_exchange(
         [Message(_part(full, rank, shard), rank) for rank in peers],
         [Message(part, rank) for part, rank in zip(received, peers, strict=True)],
         group,
+        _REDUCTION,
     )
 
     def finish() -> None:
@@ -255,30 +268,32 @@ def _peers(group: dist.ProcessGroup) -> list[int]:
     return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 
-def _exchange(sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup) -> Pending:
-    works = [dist.irecv(tensor, group=group, group_src=rank, tag=_TAG) for tensor, rank in received]
-    works += [dist.isend(tensor, group=group, group_dst=rank, tag=_TAG) for tensor, rank in sent]
+def _exchange(sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Pending:
+    works = [dist.irecv(tensor, group=group, group_src=rank, tag=tag) for tensor, rank in received]
+    works += [dist.isend(tensor, group=group, group_dst=rank, tag=tag) for tensor, rank in sent]
     return _Deferred(lambda: [work.wait() for work in works if work is not None])
 
 
 @dataclass(frozen=True)
 class _Deferred:
-    """A collective in flight whose end is a function."""
+    """A collective in flight whose end is a function; it keeps what it uses, which a graph that raises would free."""
 
     wait: Callable[[], object]
+    uses: object = None
 
 
-def _on_stream(name: str, run: Callable[[], object]) -> Pending:
-    """Runs ``run`` on a stream of its own, after what the current stream holds; the wait orders the current after."""
-    stream = _stream(name, torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
+def _on_stream(name: str, device: torch.device, run: Callable[[], object]) -> Pending:
+    """Runs ``run`` on a stream of its own, after what the device's current stream holds; the wait orders that stream
+    after it. The device need not be the current one."""
+    stream = _stream(name, device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()
     done = stream.record_event()
-    return _Deferred(lambda: torch.cuda.current_stream().wait_event(done))
+    return _Deferred(lambda: torch.cuda.current_stream(device).wait_event(done), uses=run)
 
 
 @functools.cache
-def _stream(name: str, device: int) -> torch.cuda.Stream:
+def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
     """High priority, so that communication is not queued behind compute."""
     return torch.cuda.Stream(device, priority=-1)

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import coalesces, scratch_numel
+from .collectives import coalesces, scratch_numel, serial
 from .packing import Packing, Quantizer, StochasticQuantizer, packing_for
 from .rounding import Rounding
 from .unshard import CommSpec, ParamView
@@ -128,6 +128,8 @@ class DBuffer:
         rounding: the stream that quantized gradients are rounded by.
         params: the sharded parameters themselves, one for each slot, once they exist.
         agreed: whether all ranks are known to have the same layout.
+        compiled: whether a compiled graph has gathered it.
+        left_compiled_code: whether all ranks are known to have gathered it without one after that.
         unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
     """
 
@@ -139,6 +141,8 @@ class DBuffer:
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
     agreed: bool = False
+    compiled: bool = False
+    left_compiled_code: bool = False
     unreduced: Tensor | None = None
     unreduced_slots: set[int] = field(default_factory=set)
 
@@ -234,6 +238,7 @@ class DBuffer:
             gradient_packing=self.gradient_packing.key if self.gradient_packing else "",
             packed_gradient_bytes=self.gradient_packing.nbytes if self.gradient_packing else 0,
             coalesces=coalesces(self.shard.device, self.group),
+            serial=serial(self.shard.device, self.group),
         )
 
     def local(self, flat: Tensor, index: int) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .agreement import agree_on_leaving_compiled_code
 from .boundary import Binding, flat_input
 from .dbuffer import DBuffer
 from .unshard import unshard
@@ -77,6 +78,7 @@ def _key(buffer: DBuffer) -> tuple[bool, bool, int]:
 
 
 def _gather(buffer: DBuffer) -> _Gathered:
+    agree_on_leaving_compiled_code(buffer)
     used: set[int] = set()
     reduced = buffer.sync.in_graph
     flat = flat_input(buffer, buffer.params, reduced=reduced, used=used)

@@ -92,10 +92,13 @@ def _start_reduce(
             launched(each, pending)
 
 
-def forget_unlaunched() -> None:
-    """Forgets launches that waited for one which never came, in a graph that failed."""
+def end_failed_graph() -> None:
+    """Ends what a graph that raised has begun: forgets launches that waited for one which never came, and waits for
+    collectives that nobody waited for."""
     _gathers.clear()
     _reductions.clear()
+    while _in_flight:
+        _in_flight.popitem()[1].wait()
 
 
 def _all_of(

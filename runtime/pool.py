@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arrivals import settle
-from .ops import forget_unlaunched
+from .ops import end_failed_graph
 from .registered import allocate_registered
 
 
@@ -60,7 +60,8 @@ def with_slots(
 ) -> Callable[[list[Any]], Any]:
     """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments.
 
-    What the graph before it left in flight, out of slots that this one may write, is waited for first.
+    What the graph before it left in flight, out of slots that this one may write, is waited for first, also where that
+    graph raised.
 
     Args:
         registered: the process group whose registered memory the slots are; None for PyTorch's allocator.
@@ -69,7 +70,7 @@ def with_slots(
 
     def call(args: list[Any]) -> Any:
         settle()
-        forget_unlaunched()
+        end_failed_graph()
         args.extend(memory.take(spec) for memory, spec in zip(memories, specs, strict=True))
         return run(args)
 

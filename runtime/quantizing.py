@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from ..torch_internals import rounds_as_operators
 from .block_places import Rectangle, Strips, full_width_strips_of, lines_of, others_of, rectangles_of, strips_of
 from .packing import Packing, Quantizer, StochasticQuantizer
 
@@ -174,13 +175,16 @@ def _run_on_strips(
         if tensor.shape[dim] > 1:
             torch._dynamo.mark_dynamic(tensor, dim)
     with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
-        _compiled(function, packing.quantizer, strips.tile, strips.blocks)(strips.table, *rest, *flats, *stored)
+        compiled = _compiled(flats[0].device.type, function, packing.quantizer, strips.tile, strips.blocks)
+        compiled(strips.table, *rest, *flats, *stored)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], *bound: object) -> Callable[..., Any]:
+def _compiled(device: str, function: Callable[..., Any], *bound: object) -> Callable[..., Any]:
     # Tables hold places that exist, which nothing has to check.
     options: dict[str, Any] = {"assert_indirect_indexing": False}
+    if device != "cpu":
+        options |= rounds_as_operators()  # for the bits of a block that was quantized without generated code
     return torch.compile(functools.partial(function, *bound), fullgraph=True, options=options)
 
 

@@ -35,6 +35,7 @@ class CompiledGraph:
             agree_on_buffers(buffers, deadline_s=self._deadline)
         flats: list[Any] = []
         for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
+            buffer.compiled = True
             params = [args[position] for position in unit.positions]
             flat = flat_input(buffer, params, reduced=unit.graph.port is None, used=used)
             flats.extend([flat] if unit.graph.port is None else [buffer.shard, flat])
@@ -58,7 +59,19 @@ def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> DBuffer:
     return buffer
 
 
-def check_agreement(captured: Capture, deadline: float) -> None:
-    """Compares the compiled graph's collectives with the other ranks'."""
+def check_agreement(captured: Capture, problem: str | None, deadline: float) -> None:
+    """Compares the compiled graph's collectives with the other ranks'.
+
+    Args:
+        captured: the graph.
+        problem: why this rank can't run it, of which the others hear in place of the collectives.
+        deadline: seconds to wait for them.
+
+    Raises:
+        GraphError: there is a problem.
+        RanksDisagree, RanksMissing: the others are not about to do the same.
+    """
     lines = [f"{part.value}: {line}" for part, lines in captured.context.collectives.items() for line in lines]
-    agree_on_graph(captured.buffers, lines, deadline_s=deadline)
+    agree_on_graph(captured.buffers, lines, problem, deadline_s=deadline)
+    if problem is not None:
+        raise GraphError(f"[rank {captured.context.rank}] {problem}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,8 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
+from . import torch_internals
+
 _OPERATIONS = "vescale_operations"
 
 
@@ -29,9 +32,17 @@ class KeptOrder(CustomGraphPass):
 
     ``pairs`` gives nodes, each with one that must come after it. A node without a result that another must follow has
     to follow one itself: Inductor knows the operations of nodes like it from their pins.
+
+    Raises:
+        ValueError: the user has set a pass in the same place, which would not run.
     """
 
     def __init__(self, pairs: Callable[[fx.Graph], list[tuple[fx.Node, fx.Node]]]) -> None:
+        if torch._inductor.config.post_grad_custom_post_pass is not None:
+            raise ValueError(
+                "backend='vescale' needs torch._inductor.config.post_grad_custom_post_pass for itself, and your pass "
+                "would not run: set it as post_grad_custom_pre_pass, or leave it out"
+            )
         self._pairs = pairs
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -41,8 +52,12 @@ class KeptOrder(CustomGraphPass):
         preserve_node_ordering(graph, earlier)
 
     def uuid(self) -> bytes:
-        """Part of Inductor's cache key: code that was generated under another version's order must not be found."""
-        return get_hash_for_files((inspect.getfile(self._pairs), __file__), extra=type(self).__qualname__)
+        """Part of Inductor's cache key: code that was generated under another version's order must not be found.
+
+        The order rests on all that passes know of a graph.
+        """
+        passes = sorted(map(str, Path(inspect.getfile(self._pairs)).parent.glob("*.py")))
+        return get_hash_for_files((*passes, torch_internals.__file__, __file__), extra=type(self).__qualname__)
 
 
 def lower_pinned(before: Sequence[Any], pinned: Any, *args: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .capture import Capture
 from .cost import Cluster
-from .passes.context import CompileContext, GraphError, Part
+from .passes.context import CompileContext, Part
 from .passes.summary import Direction, Kind, Summary
 from .quantities import size_text as _size
 from .quantities import time_text as _time
@@ -103,15 +103,16 @@ class Report:
         return "\n\n".join(parts)
 
 
-def check_budget(graph: GraphReport, budget: int | None) -> None:
-    """Raises GraphError if the plan needs more than the memory budget: slots hold a whole unit, however little of
-    the time it takes."""
-    if budget is not None and graph.peak_bytes > budget:
-        raise GraphError(
-            f"[rank {graph.rank}] memory_budget is {_size(budget)}, but a step takes {_size(graph.peak_bytes)} with "
-            f"its slots ({_size(graph.slot_bytes)}) and shards ({_size(graph.shard_bytes)}). Give at least that, or "
-            "make units smaller"
-        )
+def over_budget(graph: GraphReport, budget: int | None) -> str | None:
+    """What is wrong if the plan needs more than the memory budget: slots hold a whole unit, however little of the time
+    it takes. None if it fits."""
+    if budget is None or graph.peak_bytes <= budget:
+        return None
+    return (
+        f"memory_budget is {_size(budget)}, but a step takes {_size(graph.peak_bytes)} with its slots "
+        f"({_size(graph.slot_bytes)}) and shards ({_size(graph.shard_bytes)}). Give at least that, or make units "
+        "smaller. Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
+    )
 
 
 def _after_forward(context: CompileContext, unit: int) -> str:

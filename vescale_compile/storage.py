@@ -41,7 +41,7 @@ def _point(param: RaggedDTensor, local: Tensor, fn: Callable[[Tensor], Tensor]) 
         vars(moved).update(vars(param))
         torch.utils.swap_tensors(param, moved)
     else:
-        param.data = moved
+        torch.Tensor.data.__set__(param, moved)  # type: ignore[attr-defined]
         param._local_tensor, param._spec = local, moved._spec
     if grad is not None:
         param.grad = param.with_local(fn(cast(RaggedDTensor, grad)._local_tensor))

@@ -205,7 +205,18 @@ def forget_mutation_regions(graph: fx.Graph) -> None:
         node.meta.pop("mutation_region_id", None)
 
 
-_EXTERN_KERNELS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"})
+def rounds_as_operators() -> dict[str, bool]:
+    """Options of Inductor by which Triton's kernels round each division and product as PyTorch's operators do."""
+    names = ("eager_numerics.division_rounding", "emulate_divison_rounding", "emulate_precision_casts")
+    return dict.fromkeys(set(names) & set(torch._inductor.list_options()), True)
+
+
+# Lowered to a choice of kernels, of which few are generated, and none fused with what reads or writes a slot.
+_EXTERN_KERNELS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"}
+    | {"_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
+    | {"_sparse_semi_structured_mm"}
+)
 
 
 def generates_code_for(target: Any) -> bool:

@@ -1,6 +1,7 @@
 """A rank whose model differs is named on every rank, before the first step, within a deadline."""
 
 import time
+from datetime import timedelta
 
 import models
 import pytest
@@ -11,8 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
+from vescale_compile import backend
+from vescale_compile.runtime import agreement
 from vescale_compile.runtime.agreement import RanksMissing, agree, first_decides
 from vescale_compile.runtime.boundary import bound
+from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
 
 ODD = 1  # the rank that differs
 
@@ -101,3 +105,50 @@ def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later
     if rank == 2:
         assert decide("which order", "another") == "mine"
         assert decide("another graph's order", "another") == "another"
+
+
+@on_ranks(2)
+def test_what_makes_a_graph_unusable_on_one_rank_is_told_to_all():
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == ODD:
+            patch.setattr(backend, "over_budget", lambda report, budget: "memory_budget is too small")
+        _, call = models.sharded(models.Uneven)
+        with pytest.raises(Exception, match="rank 1 has 'memory_budget is too small' where rank 0 has 'forward: "):
+            call(*models.batches(1, 11)[0])
+
+
+@on_ranks(2)
+def test_all_ranks_may_leave_compiled_code():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    batch = models.batches(1, 11)[0]
+    assert model(*batch).item() == pytest.approx(call(*batch).item(), rel=1e-6)
+    assert model(*batch).item() == pytest.approx(call(*batch).item(), rel=1e-6)
+
+
+@on_ranks(2)
+def test_ranks_at_different_collectives_take_nothing_for_what_it_is_not():
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    shard, full = torch.full((4,), 7.0), torch.zeros(8)
+    if dist.get_rank() == ODD:
+        pending = start_all_gather(shard, full, group)
+    else:
+        pending = start_reduce_scatter(full, shard, torch.zeros(4), group)
+    with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+        pending.wait()
+    assert full[:4].tolist() == [0.0] * 4
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_compiled_code_alone_says_so_at_the_deadline():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    call(*models.batches(1, 11)[0])
+    if dist.get_rank() == ODD:
+        # The last test in these processes: ranks can't agree on anything once one has waited in vain.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agreement, "DEADLINE_S", 0.5)
+            with pytest.raises(RanksMissing, match="recompile_limit"):
+                model(*models.batches(1, 11)[0])
+    dist.barrier()

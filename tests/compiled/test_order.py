@@ -16,6 +16,7 @@ from vescale_compile import inductor_order
 from vescale_compile.backend import vescale
 from vescale_compile.passes import ordered_nodes
 from vescale_compile.passes.context import comm_of
+from vescale_compile.torch_internals import generates_code_for
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +70,25 @@ def calls_of(graph: fx.Graph) -> list[str]:
     """The operators of the runtime that a graph calls, in order."""
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return [name.removesuffix(".default") for name in names if name.startswith("vescale.")]
+
+
+def test_a_pass_of_the_users_that_would_not_run_is_refused():
+    torch._dynamo.reset()
+    users = torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: None)
+    with fake_world(2), users:
+        model = torch.compile(vc.fully_shard(models.build(models.Uneven)), backend="vescale")
+        with pytest.raises(Exception, match="post_grad_custom_pre_pass"):
+            model(*models.batches(1, 11)[0])
+
+
+def test_code_that_was_generated_before_a_pass_changed_is_not_found(monkeypatch):
+    key = inductor_order.KeptOrder(ordered_nodes).uuid()
+    hashed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(inductor_order, "get_hash_for_files", lambda paths, extra: hashed.append(paths) or b"")
+    inductor_order.KeptOrder(ordered_nodes).uuid()
+    assert key and {"aliases.py", "context.py", "order.py"} <= {path.rpartition("/")[2] for path in hashed[0]}
+
+
+@pytest.mark.parametrize("operator", ["mm", "_grouped_mm", "_scaled_mm", "convolution"])
+def test_products_are_calls_of_libraries_which_write_no_slot_by_themselves(operator):
+    assert not generates_code_for(getattr(torch.ops.aten, operator).default)

@@ -51,6 +51,7 @@ def context(
         rank=3,
         lowering=Lowering.EAGER,
         cluster=PRESETS["h100"](WORLD),
+        wanted_cluster="",
         memory_budget=None,
         decide=lambda question, answer: answer,
         units=units,

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_references import all_layouts, is_valid, items
 
-from vescale_compile.planner.layout import Item, Layout, earliest_start, place_in_order
+from vescale_compile.planner.layout import Item, Layout, aligned_start, earliest_start, place_aligned, place_in_order
 
 
 @settings(max_examples=2000, deadline=None)
@@ -26,6 +26,29 @@ def test_no_layout_of_an_order_ends_before_the_earliest_starts_do(
         assert not layouts
     else:
         assert tuple(starts) == min(layouts, key=lambda layout: layout[-1])
+
+
+@settings(max_examples=2000, deadline=None)
+@given(items(30), st.integers(0, 60), st.integers(1, 8), st.sampled_from([2, 4, 8]))
+def test_an_aligned_start_is_the_first_that_is_valid_and_aligned(
+    item: Item, position: int, shards: int, alignment: int
+) -> None:
+    shard = shards * alignment
+    valid = [s for s in range(position, position + 4 * shard * alignment) if is_valid(s, item, shard)]
+    first = next((s for s in valid if s % alignment == 0), next(iter(valid), None))
+    assert aligned_start(position, item, shard, alignment) == first
+
+
+def test_a_small_tensor_of_odd_size_does_not_shift_the_matrices_behind_it() -> None:
+    odd, matrix = Item(1, 1), Item(64, 8)
+    assert place_aligned([odd, matrix, matrix], 68, 136, 4, keep_order=False) == ([odd, matrix, matrix], [0, 4, 68])
+    both = [odd, matrix, odd, matrix]
+    assert place_aligned(both, 132, 132, 4, keep_order=False) == ([matrix, matrix, odd, odd], [0, 64, 128, 129])
+
+
+def test_where_there_is_no_padding_to_use_a_kept_order_is_not_aligned() -> None:
+    odd, matrix = Item(1, 1), Item(64, 1)
+    assert place_aligned([odd, matrix], 65, 65, 4, keep_order=True) == ([odd, matrix], [0, 1])
 
 
 def test_a_layout_may_end_in_a_shorter_block_and_cut_between_blocks() -> None:

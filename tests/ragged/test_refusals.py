@@ -121,3 +121,14 @@ def test_0_dim_shards_promote_dtypes_as_0_dim_tensors_do() -> None:
 
 def test_the_error_is_a_not_implemented_error() -> None:
     assert issubclass(RaggedShardError, NotImplementedError)
+
+
+@on_ranks(2)
+def test_data_is_read_and_not_assigned():
+    param = nn.Parameter(shard(torch.ones(4, 3), LAYOUT))
+    param.data.mul_(2)
+    assert param.full_tensor().sum() == 24
+    for value in (torch.zeros(4, 3), param.detach() * 0):
+        with pytest.raises(RaggedShardError, match=r"param\.copy_"):
+            param.data = value
+    assert param.full_tensor().sum() == 24

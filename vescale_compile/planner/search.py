@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from vescale_compile.planner.bound import Items, admissible_shards, ceil_to, divisors, shard_lower_bound
-from vescale_compile.planner.layout import Item, earliest_start, place_in_order
+from vescale_compile.planner.layout import Item, earliest_start, place_aligned, place_in_order
 from vescale_compile.planner.order import exact_order, greedy_order
 
 HEURISTIC_BUDGET = 40_000
@@ -67,9 +67,8 @@ def search(items: Sequence[Item], world_size: int, alignment: int, *, keep_order
         better = next(((rival, found) for rival in rivals if (found := exact(rival)) is not None), None)
         shard, order = better or (shard, order)
         bound = shard if exhaustive else bound
-    starts = place_in_order(order, shard, world_size * shard)
-    assert starts is not None
-    return Found(tuple(order), tuple(starts), shard, bound)
+    placed, starts = place_aligned(order, shard, world_size * shard, alignment, keep_order=keep_order)
+    return Found(tuple(placed), tuple(starts), shard, bound)
 
 
 def _fixed_order(items: Sequence[Item], world_size: int) -> Packer:

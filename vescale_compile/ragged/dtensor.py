@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
 
-from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 from vescale_compile.torch_internals import honor_torch_dispatch
 
 
@@ -31,6 +31,19 @@ class RaggedDTensor(DTensor):
     silence. Inside the forward of a module given to ``fully_shard``, its parameters are whole tensors
     instead.
     """
+
+    @property
+    def data(self) -> torch.Tensor:
+        """This tensor, detached from autograd, as of ``torch.Tensor``. It can't be assigned to: PyTorch would take a
+        tensor of the same shape and keep this rank's elements as they were."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RaggedShardError(
+            f"{self!r}.data = ... would change none of its elements. Write the values into it: with torch.no_grad(): "
+            "param.copy_(tensor), with the whole tensor or one that is sharded alike"
+        )
 
     @property
     def placement(self) -> RaggedShard:
