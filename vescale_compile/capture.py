@@ -80,13 +80,14 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         for view, position in enumerate(unit.positions)
     }
     shard = next(iter(positions)).shard
+    decide = first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size))
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
-        cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
+        cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size, decide),
         wanted_cluster=repr(options.cluster),
         memory_budget=options.budget_bytes,
-        decide=first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size)),
+        decide=decide,
         units=tuple(unit.graph for unit in units),
         params=params,
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +23,12 @@ _LOOPBACK = Link("loopback", 2e9, 200e-6, load=0.3)
 _UNKNOWN_GPU = "h100"
 
 
-def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) -> Cluster:
+def cluster_for(
+    wanted: str | Cluster | None,
+    device: torch.device,
+    ranks: int,
+    decide: Callable[[str, str], str] = lambda question, answer: answer,
+) -> Cluster:
     """The cluster that schedules are made for.
 
     Args:
@@ -28,14 +36,15 @@ def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) 
             ``device``.
         device: of the parameters.
         ranks: that shard them.
+        decide: as :func:`.runtime.agreement.first_decides`; a rank by itself believes its own guess.
 
     Raises:
-        ValueError: no such preset and no such file, or a file that is no calibration.
+        ValueError: no such preset and no such file, or a file that is no calibration of so many ranks.
     """
     if isinstance(wanted, Cluster):
         return replace(wanted, ranks=ranks)
     if wanted is None:
-        return _guess(device, ranks)
+        return _guess(device, ranks, decide)
     if wanted in PRESETS:
         return PRESETS[wanted](ranks)
     if not Path(wanted).is_file():
@@ -51,14 +60,28 @@ def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) 
     return Cluster(measured.device, ranks, ranks, _LOOPBACK, _LOOPBACK, measured=measured.collectives)
 
 
-def _guess(device: torch.device, ranks: int) -> Cluster:
+def _guess(device: torch.device, ranks: int, decide: Callable[[str, str], str]) -> Cluster:
     if device.type != "cuda":
         return Cluster(_CPU, ranks, ranks, _LOOPBACK, _LOOPBACK)
     name = torch.cuda.get_device_name(device).lower()
     known = next((preset for preset in PRESETS if preset in name), None)
     if known is None:
         _warn_unknown(name)
-    return PRESETS[known or _UNKNOWN_GPU](ranks)
+    # Hosts may have other GPUs than this one, or other numbers of ranks, and all ranks need one cluster.
+    own = json.dumps([known or _UNKNOWN_GPU, _ranks_per_node()])
+    preset, per_node = json.loads(decide(f"what {ranks} GPUs seem to be", own))
+    guess = PRESETS[preset](ranks)
+    return replace(guess, ranks_per_node=per_node or guess.ranks_per_node)
+
+
+def _ranks_per_node() -> int | None:
+    """What the launcher says, or one for each GPU; None where a process sees a GPU alone, maybe of those that its node
+    has for others."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if launched.isdecimal() and int(launched):
+        return int(launched)
+    seen = torch.cuda.device_count()
+    return seen if seen > 1 else None
 
 
 @functools.cache

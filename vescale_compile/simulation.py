@@ -141,8 +141,8 @@ def simulate(
         on_graph: called with each final graph; ``vescale_compile.cost.operators.measure_operators`` measures its nodes.
 
     Raises:
-        ValueError: a cluster that does not exist or that so many ranks don't fill; a budget that makes no sense; a
-            model that is sharded already, or that ``shard`` does not shard.
+        ValueError: a cluster that does not exist; no ranks; a budget that makes no sense; a model that is sharded
+            already, or that ``shard`` does not shard.
         GraphError: no schedule fits in the budget, or a graph that can't be compiled.
         RuntimeError: this process has joined a process group that is not a fake one of ``world_size`` ranks.
     """

@@ -49,9 +49,17 @@ def test_a_kernel_takes_the_larger_of_its_arithmetic_and_its_traffic_and_its_lau
     assert unit.seconds(0, 0, "") == 1
 
 
-def test_a_dtype_without_a_figure_is_refused() -> None:
-    with pytest.raises(ValueError, match="device 'a100' has no peak FLOP/s for float8; it has bfloat16, float16"):
-        device("a100").seconds(1, 1, "float8")
+@pytest.mark.parametrize(
+    ("dtype", "like"),
+    [("float8", "bfloat16"), ("float16", "bfloat16"), ("bool", "bfloat16"), ("int32", "float32"), ("int64", "float32")],
+)
+def test_a_dtype_without_a_figure_is_as_fast_as_the_narrowest_that_is_as_wide(dtype: str, like: str) -> None:
+    unit = Device("unit", {"bfloat16": 4.0, "tf32": 2.0, "float32": 1.0}, 1.0, None, 1.0, 1.0, 0.0)
+    assert unit.seconds(100, 0, dtype) == unit.seconds(100, 0, like)
+
+
+def test_a_device_without_figures_is_bound_by_memory() -> None:
+    assert Device("unit", {}, 10.0, None, 1.0, 1.0, 0.0).seconds(1e9, 50, "float32") == 5
 
 
 @pytest.mark.parametrize(
@@ -87,9 +95,12 @@ def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
         device("tpu")
 
 
-def test_ranks_that_do_not_fill_their_nodes_are_refused() -> None:
-    with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8"):
-        gpu_cluster("h100", 12)
+def test_the_last_node_may_have_fewer_ranks() -> None:
+    ragged = gpu_cluster("h100", 12)
+    assert (ragged.nodes, ragged.local_ranks, ragged.last_ranks) == (2, 8, 4)
+
+
+def test_a_cluster_without_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="0 ranks"):
         Cluster(device("h100"), 0, 8, NVLINK, NVLINK)
 
@@ -123,6 +134,39 @@ def test_a_calibration_is_for_the_ranks_that_it_was_measured_on(tmp_path: Path) 
     assert cluster_for(str(path), torch.device("cpu"), 2).measured.keys() == {"all_gather"}
     with pytest.raises(ValueError, match="measured on 2 ranks, and 4 shard the parameters"):
         cluster_for(str(path), torch.device("cpu"), 4)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Four GPUs on this host, and no launcher that says anything."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (4, 1), (6, 2), (12, 3), (16, 4)])
+def test_a_node_is_taken_to_have_a_rank_for_each_gpu(gpus: pytest.MonkeyPatch, ranks: int, nodes: int) -> None:
+    assert cluster_for(None, torch.device("cuda"), ranks).nodes == nodes
+
+
+@pytest.mark.parametrize(("launched", "nodes"), [("2", 6), ("", 3)])
+def test_a_launcher_knows_the_ranks_of_a_node(gpus: pytest.MonkeyPatch, launched: str, nodes: int) -> None:
+    gpus.setenv("LOCAL_WORLD_SIZE", launched)
+    assert cluster_for(None, torch.device("cuda"), 12).nodes == nodes
+
+
+def test_a_gpu_alone_in_sight_says_nothing_of_its_node(gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cluster_for(None, torch.device("cuda"), 12) == gpu_cluster("h100", 12)
+
+
+def test_hosts_that_differ_make_one_guess(gpus: pytest.MonkeyPatch) -> None:
+    first: dict[str, str] = {}
+    before = cluster_for(None, torch.device("cuda"), 12, first.setdefault)
+    gpus.setenv("LOCAL_WORLD_SIZE", "8")
+    gpus.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    assert cluster_for(None, torch.device("cuda"), 12, first.setdefault) == before
 
 
 def test_a_cluster_says_what_it_is() -> None:

@@ -35,6 +35,11 @@ def test_a_ring_over_nodes_is_as_fast_as_its_slower_class_of_links() -> None:
     assert cost.load == 0.3
 
 
+def test_what_goes_through_all_nodes_has_the_adapters_of_the_smallest() -> None:
+    cost = collective_cost(cluster(6, 4), "reduce_scatter", 1e6)
+    assert (cost.algorithm, cost.wire_time) == ("ring", 1e6 * 5 / 6 / 2 / 10)
+
+
 def test_small_gathers_go_level_by_level_and_large_ones_in_one_ring() -> None:
     small, large = (collective_cost(gpu_cluster("h100", 1024), "all_gather", size) for size in (1e5, 1e10))
     assert (small.algorithm, large.algorithm) == ("two-level", "ring")
@@ -83,7 +88,7 @@ def test_one_rank_communicates_with_nobody(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
+@pytest.mark.parametrize("ranks", [2, 8, 12, 64, 1024])
 def test_more_bytes_never_take_less_time(kind: str, ranks: int) -> None:
     times = [collective_cost(gpu_cluster("h100", ranks), kind, 10.0**power).seconds for power in range(12)]
     assert times == sorted(times)

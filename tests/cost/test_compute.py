@@ -9,9 +9,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
-from vescale_compile.cost import Device
+from vescale_compile.cost import Device, compute
 from vescale_compile.cost.compute import compute_seconds, flops
 from vescale_compile.runtime import ops  # noqa: F401  (registers the package's operators)
 
@@ -160,6 +161,21 @@ def test_float32_products_are_tf32_where_pytorch_is_told_so() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_product_in_a_dtype_without_a_figure_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"aten\.mm.*device 'traffic' has no peak FLOP/s for bfloat16"):
-        total(capture(torch.mm, (3, 5), (5, 7), dtype=torch.bfloat16), TRAFFIC)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float16])
+def test_products_take_time_in_every_dtype(dtype: torch.dtype) -> None:
+    assert total(capture(torch.mm, (3, 5), (5, 7), dtype=dtype), ARITHMETIC) >= 3 * 5 * 7
+
+
+def test_an_operator_whose_formula_raises_is_bound_by_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def formula(*args: object, **kwargs: object) -> int:
+        raise NotImplementedError("not this one")
+
+    monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.mm, formula)
+    monkeypatch.setattr(compute, "_warned", set())
+    graph = capture(lambda x, y: (torch.mm(x, y), torch.mm(x, y)), (3, 5), (5, 7))
+    assert total(graph, ARITHMETIC) == close(0)
+    assert total(graph, TRAFFIC) == close(2 * 4 * (15 + 35 + 21))
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == compute.__name__)
+    assert "aten.mm" in warning and "not this one" in warning

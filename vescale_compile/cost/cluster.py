@@ -68,7 +68,7 @@ class Cluster:
     Attributes:
         device: of each rank.
         ranks: that shard the parameters together.
-        ranks_per_node: that ``within`` connects. Nodes are alike.
+        ranks_per_node: that ``within`` connects. Nodes are alike, but the last may have fewer ranks.
         within: the link between the ranks of a node.
         between: the link between nodes; its bandwidth is what each rank has of it.
         start: seconds from the launch of a collective to its first step.
@@ -91,10 +91,6 @@ class Cluster:
             raise ValueError(
                 f"a cluster of {self.ranks} ranks, {self.ranks_per_node} per node: both must be at least 1"
             )
-        if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
-            raise ValueError(
-                f"{self.ranks} ranks do not fill nodes of {self.ranks_per_node}: give a multiple, or fewer ranks"
-            )
 
     def __str__(self) -> str:
         links = [self.within.name] * (self.local_ranks > 1) + [self.between.name] * (self.nodes > 1)
@@ -105,13 +101,18 @@ class Cluster:
 
     @property
     def local_ranks(self) -> int:
-        """Ranks of a node that take part."""
+        """Ranks of a node that take part, on every node but the last."""
         return min(self.ranks, self.ranks_per_node)
 
     @property
     def nodes(self) -> int:
         """Nodes that take part."""
-        return self.ranks // self.local_ranks
+        return math.ceil(self.ranks / self.local_ranks)
+
+    @property
+    def last_ranks(self) -> int:
+        """Ranks of the last node. What goes through all nodes has no more adapters than this one."""
+        return self.ranks - (self.nodes - 1) * self.local_ranks
 
 
 # NCCL's own model of a ring in its Simple protocol (src/graph/tuning.cc): 8.4 us to start, 3.4 us for each step over
@@ -138,10 +139,10 @@ def gpu_cluster(name: str, ranks: int) -> Cluster:
 
     Args:
         name: of a device: "a100", "h100", "h800", "h200", "b200" or "mi300x".
-        ranks: GPUs, up to 8 or a multiple of 8.
+        ranks: GPUs; the last node may have fewer than 8.
 
     Raises:
-        ValueError: there is no such device, or the ranks do not fill their nodes.
+        ValueError: there is no such device, or there are no ranks.
     """
     unit = device(name)
     bandwidth, gigabits = _NODES[name]

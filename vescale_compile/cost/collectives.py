@@ -87,17 +87,17 @@ def _ring(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
     sent = rounds * nbytes * (cluster.ranks - 1) / cluster.ranks
     wire_time = max(
         cluster.within.seconds(sent) if cluster.local_ranks > 1 else 0.0,
-        cluster.between.seconds(sent / cluster.local_ranks) if cluster.nodes > 1 else 0.0,
+        cluster.between.seconds(sent / cluster.last_ranks) if cluster.nodes > 1 else 0.0,
     )
     return _cost(cluster, "ring", (rounds * within, rounds * between), wire_time)
 
 
 def _two_level(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
-    """A ring in each node and a ring over the nodes for each local rank, one after the other."""
+    """A ring in each node and rings over the nodes, as many as each has ranks, one after the other."""
     rounds = 2 if kind == ALL_REDUCE else 1
-    local, nodes = cluster.local_ranks, cluster.nodes
+    local, nodes, last = cluster.local_ranks, cluster.nodes, cluster.last_ranks
     wire_time = cluster.within.seconds(rounds * nbytes * (local - 1) / local)
-    wire_time += cluster.between.seconds(rounds * nbytes / local * (nodes - 1) / nodes)
+    wire_time += cluster.between.seconds(rounds * nbytes / last * (cluster.ranks - last) / cluster.ranks)
     return _cost(cluster, "two-level", (rounds * (local - 1), rounds * (nodes - 1)), wire_time)
 
 
@@ -106,7 +106,7 @@ def _tree(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
     local, nodes = cluster.local_ranks, cluster.nodes
     wire_time = max(
         cluster.within.seconds(2 * nbytes) if local > 1 else 0.0,
-        cluster.between.seconds(2 * nbytes / local) if nodes > 1 else 0.0,
+        cluster.between.seconds(2 * nbytes / cluster.last_ranks) if nodes > 1 else 0.0,
     )
     return _cost(cluster, "tree", (2 * (local - 1), 2 * math.ceil(math.log2(nodes))), wire_time)
 
@@ -115,7 +115,8 @@ def _pairwise(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
     """Each rank sends each other rank its part; the two classes of links work at the same time."""
     local, ranks = cluster.local_ranks, cluster.ranks
     wire_time = max(
-        cluster.within.seconds(nbytes * (local - 1) / ranks), cluster.between.seconds(nbytes * (ranks - local) / ranks)
+        cluster.within.seconds(nbytes * (local - 1) / ranks),
+        cluster.between.seconds(nbytes * (ranks - cluster.last_ranks) / ranks),
     )
     return _cost(cluster, "pairwise", (local - 1, cluster.nodes - 1), wire_time)
 

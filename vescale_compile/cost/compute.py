@@ -7,6 +7,7 @@ packages' operators can be registered too. Everything else is bound by memory.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import FlopCounterMode
 
 from vescale_compile.cost.devices import Device
 from vescale_compile.torch_internals import size_hint
 
+_log = logging.getLogger(__name__)
 _aten = torch.ops.aten
+
+_warned: set[OpOverloadPacket] = set()
 
 # Operators whose result is a view although they are not declared so.
 _VIEWS = frozenset({_aten._unsafe_view.default, _aten.lift_fresh.default})
@@ -64,9 +68,6 @@ def compute_seconds(nodes: Iterable[fx.Node], device: Device, *, fused: bool = T
         device: where they run.
         fused: whether what passes between pointwise operators and reductions stays in registers, as Inductor has
             it: then only what enters and leaves a group of them is memory traffic, and a group is launched once.
-
-    Raises:
-        ValueError: the device has no figure for the dtype of a matrix product; the message names the node.
     """
     nodes = list(nodes)
     formulas: Mapping[Any, Callable[..., int]] = FlopCounterMode(display=False).flop_registry
@@ -74,23 +75,46 @@ def compute_seconds(nodes: Iterable[fx.Node], device: Device, *, fused: bool = T
 
 
 def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
-    """Floating-point operations of a node, a multiplication and an addition counted as two; 0 without a formula.
+    """Floating-point operations of a node, a multiplication and an addition counted as two.
 
-    A causal attention does half of what its formula counts.
+    A causal attention does half of what its formula counts. 0 without a formula, or with one that raises.
     """
     if not isinstance(node.target, OpOverload):
         return 0
-    packet, args, kwargs = node.target.overloadpacket, _values(node.args), _values(node.kwargs)
     if node.target.name() == "vescale::matmul_into":
-        out, a, *_ = args
+        out, a, *_ = _values(node.args)
         return 2 * size_hint(out.numel()) * size_hint(a.shape[-1])
+    packet = node.target.overloadpacket
     formula = formulas.get(_LIKE.get(packet, packet))
     if formula is None:
         return 0
+    try:
+        count = _evaluated(formula, node, packet)
+    except Exception as error:  # anybody's code, which assumes more of its arguments than the operator does
+        _warn_raising(packet, error)
+        return 0
+    return count // 2 if _argument(node, "is_causal") else count
+
+
+def _evaluated(formula: Callable[..., int], node: fx.Node, packet: OpOverloadPacket) -> int:
+    args = _values(node.args)
     if "scaled_dot_product" in packet.__name__:
         args = _with_all_heads(args)
-    count = size_hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
-    return count // 2 if _argument(node, "is_causal") else count
+    return size_hint(formula(*args, **_values(node.kwargs), out_val=node.meta.get("val")))
+
+
+def _warn_raising(packet: OpOverloadPacket, error: Exception) -> None:
+    """Once for each operator."""
+    if packet in _warned:
+        return
+    _warned.add(packet)
+    _log.warning(
+        "backend='vescale': the formula of %s, registered with torch.utils.flop_counter, raises %s: %s. Its time is "
+        "predicted from its memory traffic alone.",
+        packet,
+        type(error).__name__,
+        error,
+    )
 
 
 def _with_all_heads(args: Sequence[Any]) -> list[Any]:
@@ -121,10 +145,7 @@ def _seconds(node: fx.Node, device: Device, formulas: Mapping[Any, Callable[...,
         return measured
     inside = fused and _fusible(node)
     traffic = _bytes_read(node, inside) + _bytes_written(node, inside)
-    try:
-        seconds = device.seconds(count, traffic, _factor_dtype(node, device) if count else "")
-    except ValueError as error:
-        raise ValueError(f"{node.format_node()}: {error}") from error
+    seconds = device.seconds(count, traffic, _factor_dtype(node, device) if count else "")
     joins = inside and any(_fusible(source) for source in _sources(node))
     return seconds - device.launch_overhead if joins else seconds
 
@@ -217,9 +238,10 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 def _factor_dtype(node: fx.Node, device: Device) -> str:
-    """The device's name for the dtype that a matrix product is computed in."""
-    dtypes = [tensor.dtype for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val"))]
-    dtype = next(each for each in dtypes if each.is_floating_point)
+    """The device's name for the dtype that a matrix product is computed in: of its floating-point factors, if any."""
+    factors = [tensor.dtype for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val"))]
+    dtypes = factors or [tensor.dtype for tensor in _written(node)]
+    dtype = next((each for each in dtypes if each.is_floating_point), dtypes[0])
     name = str(dtype).removeprefix("torch.")
     if name == "float32" and "tf32" in device.peak_flops and torch.get_float32_matmul_precision() != "highest":
         return "tf32"

@@ -7,6 +7,7 @@ assumptions, typical of large matrix products and of long copies; ``calibrate`` 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +18,8 @@ class Device:
 
     Attributes:
         name: key of the table, or what a calibration calls it.
-        peak_flops: by dtype, FLOP/s of dense matrix products; a multiplication and an addition are two.
+        peak_flops: by dtype, FLOP/s of dense matrix products; a multiplication and an addition are two. :meth:`peak`
+            estimates other dtypes' from these.
         memory_bandwidth: bytes/s, reads and writes together.
         memory_bytes: capacity; None where the machine decides.
         compute_efficiency: share of ``peak_flops`` that large matrix products reach, in (0, 1].
@@ -58,6 +60,19 @@ class Device:
             operators={key: seconds * share for key, seconds in self.operators.items()},
         )
 
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of dense matrix products in a dtype.
+
+        Programs compute in more dtypes than datasheets list and calibrations measure. One without a figure gets that of
+        the narrowest dtype that is at least as wide, in which its products could be computed, or else of the widest;
+        of two that are alike, the slower's. A device without any figures is bound by memory alone.
+        """
+        if dtype in self.peak_flops:
+            return self.peak_flops[dtype]
+        figures = [(_bits(name), peak) for name, peak in self.peak_flops.items()]
+        least = min(_bits(dtype), max(figures, default=(0, 0.0))[0])
+        return min((each for each in figures if each[0] >= least), default=(0, math.inf))[1]
+
     def seconds(self, flops: float, nbytes: float, dtype: str) -> float:
         """Time of one kernel: the larger of its arithmetic and its memory traffic (roofline), and the overhead.
 
@@ -65,18 +80,15 @@ class Device:
             flops: of matrix products and convolutions; a kernel without them is bound by memory.
             nbytes: read and written.
             dtype: of the factors, such as "bfloat16".
-
-        Raises:
-            ValueError: the device has no figure for the dtype.
         """
-        arithmetic = 0.0
-        if flops:
-            if dtype not in self.peak_flops:
-                raise ValueError(
-                    f"device {self.name!r} has no peak FLOP/s for {dtype}; it has {', '.join(sorted(self.peak_flops))}"
-                )
-            arithmetic = flops / (self.peak_flops[dtype] * self.compute_efficiency)
+        arithmetic = flops / (self.peak(dtype) * self.compute_efficiency) if flops else 0.0
         return max(arithmetic, nbytes / (self.memory_bandwidth * self.bandwidth_efficiency)) + self.launch_overhead
+
+
+def _bits(dtype: str) -> int:
+    """Width of a dtype, which is the first number in its name; a bool's is that of a byte."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
 
 
 def _gpu(name: str, flops: Mapping[str, float], bandwidth: float, gigabytes: int) -> Device:
