@@ -61,6 +61,12 @@ class Lane:
     wire: Spans
     optimizer: Spans = field(default_factory=list)
 
+    @property
+    def hidden(self) -> float:
+        """Of what could be hidden, communication beneath computation or the other way round, the share that is."""
+        busy = sorted([*self.computation, *self.optimizer])
+        return _overlap(busy, self.wire) / min(_total(busy), _total(self.wire))
+
 
 def main() -> int:
     """Measures, and writes the picture."""
@@ -93,7 +99,7 @@ def main() -> int:
     for lane in lanes:
         print(
             f"{lane.name}: {1e3 * lane.seconds:.0f} ms, computation {1e3 * _total(lane.computation):.0f} ms, "
-            f"wire busy {1e3 * _total(lane.wire):.0f} ms"
+            f"wire busy {1e3 * _total(lane.wire):.0f} ms, {100 * lane.hidden:.0f} % of the shorter beneath the longer"
         )
     print(f"wrote {args.out}")
     return 0
@@ -201,6 +207,11 @@ def _bars(axes: Axes, spans: Spans, row: int, color: str) -> None:
 
 def _total(spans: Spans) -> float:
     return sum(stop - start for start, stop in spans)
+
+
+def _overlap(some: Spans, others: Spans) -> float:
+    """Seconds that lie in spans of both; those of each do not overlap."""
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in some for c, d in others)
 
 
 def _arguments() -> argparse.Namespace:
