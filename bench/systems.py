@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from communication import communication_alone
@@ -20,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from workload import Forward, Policy, Workload
 
 import vescale_compile as vc
+from vescale_compile.backend import vescale
+from vescale_compile.report import GraphReport
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class System:
         family: systems of one family are configurations of one, of which the fastest counts.
         reduces: whether ranks train one model together. One that does not is a yardstick, whose results differ.
         fakes: whether it runs on a process group whose collectives do nothing; DDP asks it for results.
-        planned_bytes: what it says that a step of a distributed model will take on a rank, optimizer states apart.
+        planned_bytes: of its forward: what it said that a step will take on a rank, optimizer states apart.
         default: whether it is measured when no systems are named.
     """
 
@@ -43,7 +46,7 @@ class System:
     family: str | None = None
     reduces: bool = True
     fakes: bool = True
-    planned_bytes: Callable[[nn.Module, tuple[Tensor, Tensor]], int] | None = None
+    planned_bytes: Callable[[Any], int] | None = None
     default: bool = True
 
 
@@ -83,20 +86,25 @@ def _fsdp2(model: nn.Module, workload: Workload, policy: Policy, *, compiled: bo
     return model
 
 
-def _vescale(model: nn.Module, workload: Workload, policy: Policy, *, lowering: str) -> Forward:
-    vc.fully_shard(model, reshard_after_forward=policy is Policy.RESHARD, mp_policy=workload.mixed_precision)
-    return torch.compile(model, backend="vescale", options={"lowering": lowering}, dynamic=False)
+class _Ours:
+    """A model compiled by the backend that is measured, and what the compiler said of its graphs."""
 
+    def __init__(self, model: nn.Module, workload: Workload, policy: Policy, *, lowering: str) -> None:
+        vc.fully_shard(model, reshard_after_forward=policy is Policy.RESHARD, mp_policy=workload.mixed_precision)
+        self.graphs: list[GraphReport] = []
+        backend = functools.partial(vescale, options={"lowering": lowering}, on_compiled=self.graphs.append)
+        self.compiled = torch.compile(model, backend=backend, dynamic=False)
 
-def _planned(model: nn.Module, batch: tuple[Tensor, Tensor], *, lowering: str) -> int:
-    report = vc.explain(model, *batch, options={"lowering": lowering})
-    return max(graph.peak_bytes for graph in report.graphs)
+    def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.compiled(tokens, labels)
+
+    def planned_bytes(self) -> int:
+        return max(graph.peak_bytes for graph in self.graphs)
 
 
 def _ours(name: str, lowering: str, *, default: bool = True) -> System:
-    distribute = functools.partial(_vescale, lowering=lowering)
-    planned = functools.partial(_planned, lowering=lowering)
-    return System(name, distribute, SHARDED, planned_bytes=planned, default=default)
+    distribute = functools.partial(_Ours, lowering=lowering)
+    return System(name, distribute, SHARDED, planned_bytes=_Ours.planned_bytes, default=default)
 
 
 OURS = "vescale"

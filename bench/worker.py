@@ -185,7 +185,7 @@ class Trainer:
             return None
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         local = [value.to_local() if isinstance(value, DTensor) else value for value in states]
-        return plan(self.model, self.batch) + sum(value.nbytes for value in local)
+        return plan(self.forward) + sum(value.nbytes for value in local)
 
     def loss(self) -> float:
         """At the parameters as they are now, which it does not change."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from vescale_compile.checks import CHECKS, Finding, Verdict, predicted_cluster
 from vescale_compile.cost import Calibration
 from vescale_compile.cost.calibrate import calibrate
+from vescale_compile.local_ranks import start_local_ranks
 
 CPU_RANKS = 2
 _TIMEOUT = timedelta(minutes=2)  # of each collective of a calibration
@@ -77,12 +77,11 @@ def _calibrate(path: Path, ranks: int | None) -> int:
         _measure_as_rank(int(os.environ["LOCAL_RANK"]), path, int(os.environ["LOCAL_WORLD_SIZE"]))
         return 0
     ranks = ranks or (torch.cuda.device_count() if torch.cuda.is_available() else CPU_RANKS)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn(_measure_as_rank, args=(path, ranks, f"file://{folder}/rendezvous"), nprocs=ranks)
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            print(f"doctor: rank {error.error_index} failed: {error}", file=sys.stderr)
-            return 1
+    try:
+        start_local_ranks(_measure_as_rank, (path,), ranks)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        print(f"doctor: rank {error.error_index} failed: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -7,19 +7,19 @@ import argparse
 import math
 import os
 import sys
-import tempfile
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from vescale_compile.examples.llama import SIZES
 from vescale_compile.examples.optimizers import RECIPES
 from vescale_compile.examples.text import standard_library
 from vescale_compile.examples.training import TrainSettings, train
+from vescale_compile.local_ranks import start_local_ranks
 
 CPU_RANKS = 2
 DEFAULT_TEMPERATURE = 0.7
@@ -173,17 +173,14 @@ def _check_group(settings: TrainSettings, device_type: str, ranks: int, under_to
 
 
 def _start_ranks(settings: TrainSettings, device_type: str, ranks: int) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        # A file, not a port: nothing else on the machine can take it between choice and use.
-        rendezvous = f"file://{folder}/rendezvous"
-        try:
-            spawn(_train_as_rank, args=(settings, device_type, ranks, rendezvous), nprocs=ranks)
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            print(f"train: rank {error.error_index} failed: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print("train: interrupted", file=sys.stderr)
-            return 130
+    try:
+        start_local_ranks(_train_as_rank, (settings, device_type), ranks, needs=["vescale_compile.backend"])
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        print(f"train: rank {error.error_index} failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
