@@ -1,13 +1,12 @@
 """What lowering must keep of a graph's order, for the schedule to be the one that was made and verified.
 
-Launches, waits and the operators of libraries stay in their order. Generated kernels go where what they read and write
-lets them, but for one thing: what reads a slot must run before the slot is given to the next buffer. Inductor fuses
-such a kernel with later ones, and then forgets that it had to come before an operator that writes the slot.
+Launches and waits stay in their order, and every operator of a library between the same two of them. Generated kernels
+go where what they read and write lets them, but for one thing: what reads a slot must run before the slot is given to
+the next buffer. Inductor fuses such a kernel with later ones, and then forgets that it had to come before an operator
+that writes the slot.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 from torch import fx
 from torch._ops import OpOverload
@@ -21,10 +20,22 @@ Pairs = list[tuple[fx.Node, fx.Node]]
 
 def ordered_nodes(graph: fx.Graph) -> Pairs:
     """Pairs of nodes, the second of which must come after the first."""
-    kept = [node for node in graph.nodes if comm_of(node) is not None or _is_library_call(node)]
-    pairs = [(a, b) for a, b in pairwise(kept) if comm_of(a) is not None or comm_of(b) is not None]
-    pairs += pairwise(node for node in kept if comm_of(node) is not None)
-    return _anchored(pairs + _reads_before_writes(graph))
+    return _anchored(_between_collectives(graph) + _reads_before_writes(graph))
+
+
+def _between_collectives(graph: fx.Graph) -> Pairs:
+    """Each launch and wait with the next one, and with every library call that stands between the two."""
+    pairs: Pairs = []
+    before: list[fx.Node] = []
+    between: list[fx.Node] = []
+    for node in graph.nodes:
+        if comm_of(node) is not None:
+            pairs += [(earlier, node) for earlier in before + between]
+            before, between = [node], []
+        elif _is_library_call(node):
+            pairs += [(earlier, node) for earlier in before]
+            between.append(node)
+    return pairs
 
 
 def _anchored(pairs: Pairs) -> Pairs:

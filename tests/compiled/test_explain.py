@@ -61,18 +61,21 @@ def test_kept_parameters_are_memory_of_their_own():
     assert kept == sum(unit.gathered_bytes for unit in graph.units)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@on_ranks(2)
-def test_the_peak_is_that_of_a_real_step(reshard):
-    model, report = explained(reshard)
-    call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+@pytest.mark.parametrize(
+    ("reshard", "lowering"),
+    [(True, "eager"), (False, "eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+)
+@on_ranks(2, deadline_s=300)
+def test_the_peak_is_that_of_a_real_step(reshard, lowering):
+    model, report = explained(reshard, lowering=lowering)
+    call = torch.compile(model, backend="vescale", options={"lowering": lowering})
     data = models.batches(1, 64)[0]
     call(*data).backward()
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         call(*data).backward()
     estimated = max(part.peak.nbytes for part in report.graphs[0].parts.values())
-    assert estimated == pytest.approx(most_allocated(trace), rel=0.1)
+    assert estimated == pytest.approx(most_allocated(trace), rel=0.03)
 
 
 def test_sizes_that_are_symbols_count_as_at_capture():
