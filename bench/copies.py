@@ -4,7 +4,9 @@ Communication memory is what a collective of the step reads or writes. A copy is
 they are (``copy_``, ``cat``, ``_chunk_cat``, ``split_with_sizes_copy``, ``_foreach_copy_``), or the part of an
 Inductor kernel that stores what it has loaded. Counted is every byte that a copy writes, if it reads or writes
 communication memory: the copy into a bucket before a collective, the copy out of one after it, the copy of a
-parameter or a gradient. A copy that changes the dtype is a cast, and counted apart.
+parameter or a gradient. Two kinds are counted apart. A copy that changes the dtype is a cast. A copy into the buffer of
+an all-gather in place, one that sends this rank's part from where it brings the others', is a copy-in: it only puts the
+shard where an all-gather has to bring it. Another all-gather does that itself, in the library's out of sight.
 
 Not counted: what a communication library moves inside a collective (gloo copies both ways), since all systems pay
 it alike; arithmetic that writes communication memory, as a kernel that computes a gradient where it is sent from,
@@ -18,8 +20,9 @@ step (a shard, say) always counts if a collective of the step takes it.
 from __future__ import annotations
 
 import bisect
+import enum
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,12 +31,17 @@ from inductor_kernels import Kernel
 from torch._C._profiler import _EventType, _TensorMetadata
 from traffic import KINDS
 
-GATHERS = ("vescale::start_all_gather", "vescale::carry_all_gather", "vescale::take_all_gather")
-"""All-gathers made of messages between the ranks. That a rank places its own part in the result too is what every
-all-gather does, in the libraries' out of sight; a cast on the way counts."""
+OURS = "vescale::"
+"""Begins the names of our operators. Those whose collective is made of messages between the ranks gather in place."""
+
+REDUCTIONS = ("vescale::start_reduce_scatter", "vescale::start_reduce_scatter_quantized")
+"""Those that reduce into their second argument, which no message is received in"""
 
 PRODUCTS = ("aten::addmm", "aten::baddbmm")
 """Operators that begin with a copy of what they add to: part of their arithmetic"""
+
+AUTOGRAD = "autograd::engine::"
+"""Begins the names of events that are steps of a backward"""
 
 LIBRARIES = ("c10d::", "gloo:", "nccl:")
 """Names of events that are a communication library at work, on the caller's thread or its own"""
@@ -47,14 +55,52 @@ Storage = tuple[int | None, int]
 has none."""
 
 
+class Form(enum.Enum):
+    """What a copy from or to communication memory is."""
+
+    COPY = "copy"
+    COPY_IN = "copy-in"
+    CAST = "cast"
+
+
 @dataclass
 class Copies:
     """Bytes written by copies from or to communication memory, on one rank."""
 
     copied_bytes: int = 0
     cast_bytes: int = 0
+    copy_in_bytes: int = 0
     by_operator: dict[str, int] = field(default_factory=dict)
-    """of both, by the operator or kernel that wrote them"""
+    """of all of them, by the operator or kernel that wrote them"""
+
+
+class Where(NamedTuple):
+    """Where in a step an event stands."""
+
+    library: bool = False  # inside a communication library
+    backward: bool = False  # called by autograd
+    operator: Any = None  # the event of the innermost operator of ours that it is, or is part of
+
+
+class Copy(NamedTuple):
+    """One tensor's copy, at a time in nanoseconds."""
+
+    operator: str
+    time: int
+    source: Storage
+    targets: frozenset[Storage]
+    bytes: int
+    casts: bool
+    where: Where
+
+
+class Use(NamedTuple):
+    """A collective that took a storage; or, with no kind, an operator that wrote it anew from end to end."""
+
+    time: int
+    kind: str
+    in_place: bool
+    where: Where
 
 
 def count(events: Iterable[Any], kernels: Mapping[str, Kernel]) -> Copies:
@@ -64,97 +110,108 @@ def count(events: Iterable[Any], kernels: Mapping[str, Kernel]) -> Copies:
         events: roots of a profile's event tree, recorded with shapes and memory.
         kernels: what Inductor's kernels do, by the name of their events.
     """
-    profile = _Profile(kernels)
-    # A library's own threads allocate and free what nothing else sees, at times that are not to be relied on.
-    callers = [event for event in events if not event.name.startswith(LIBRARIES) or event.name.startswith("c10d::")]
-    for event in sorted(callers, key=lambda event: event.start_time_ns):
-        profile.read(event, in_library=False)
-    found = Copies()
-    for copy in profile.copies:
-        if not profile.communicated(copy):
-            continue
-        if copy.casts:
-            found.cast_bytes += copy.bytes
-        else:
-            found.copied_bytes += copy.bytes
-        found.by_operator[copy.operator] = found.by_operator.get(copy.operator, 0) + copy.bytes
-    return found
+    forms: Counter[Form] = Counter()
+    by_operator: Counter[str] = Counter()
+    for copy, form, _ in Profile(events, kernels).communicated():
+        forms[form] += copy.bytes
+        by_operator[copy.operator] += copy.bytes
+    return Copies(forms[Form.COPY], forms[Form.CAST], forms[Form.COPY_IN], dict(by_operator))
 
 
-class _Copy(NamedTuple):
-    """One tensor's copy, at a time in nanoseconds."""
-
-    operator: str
-    time: int
-    source: Storage
-    targets: frozenset[Storage]
-    bytes: int
-    casts: bool
-
-
-class _Profile:
+class Profile:
     """What a profile says of memory."""
 
-    def __init__(self, kernels: Mapping[str, Kernel]) -> None:
+    def __init__(self, events: Iterable[Any], kernels: Mapping[str, Kernel]) -> None:
         self.kernels = kernels
-        self.copies: list[_Copy] = []
+        self.copies: list[Copy] = []
         self.allocations: dict[int | None, int] = defaultdict(int)
         """how many there were so far, by address"""
         self.sizes: dict[Storage, int] = {}
         """of the storages allocated in the step, in bytes"""
         self.library: set[Storage] = set()
         """storages that a communication library has allocated for itself"""
-        self.uses: dict[Storage, list[tuple[int, bool]]] = defaultdict(list)
-        """of a storage: when a collective took it (True), or when it was written anew as a whole (False)"""
+        self.uses: dict[Storage, list[Use]] = defaultdict(list)
+        self.collectives: list[tuple[str, int, Where]] = []
+        """the kind and bytes of each, and where it was called"""
+        self.taken: dict[Storage, Where] = {}
+        """storages that operators of ours take, and the first that did"""
+        # A library's own threads allocate and free what nothing else sees, at times that are not to be relied on.
+        callers = [event for event in events if not event.name.startswith(LIBRARIES) or event.name.startswith("c10d::")]
+        for event in sorted(callers, key=lambda event: event.start_time_ns):
+            self._read(event, Where())
 
-    def communicated(self, copy: _Copy) -> bool:
-        """Whether a copy is from or to communication memory."""
-        if self.library & {copy.source, *copy.targets}:
-            return False
-        return self._is_communication(copy.source, copy.time, before=True) or any(
-            self._is_communication(target, copy.time, before=False) for target in copy.targets
-        )
+    def communicated(self) -> Iterator[tuple[Copy, Form, Use]]:
+        """The copies from or to communication memory, and for each the collective that makes it one."""
+        for copy in self.copies:
+            if self.library & {copy.source, *copy.targets}:
+                continue
+            uses = [self._use(target, copy.time, before=False) for target in copy.targets]
+            uses.append(self._use(copy.source, copy.time, before=True))
+            use = next(filter(None, uses), None)
+            if use is not None:
+                copied_in = use.in_place and use.time > copy.time
+                yield copy, Form.CAST if copy.casts else Form.COPY_IN if copied_in else Form.COPY, use
 
-    def _is_communication(self, storage: Storage, time: int, *, before: bool) -> bool:
-        """Whether the last use of a storage up to a time, or the next one after it, is a collective's."""
-        uses = sorted(self.uses.get(storage, ()))
-        if storage not in self.sizes:
-            return any(by_collective for _, by_collective in uses)
-        times = [used for used, _ in uses]
-        place = bisect.bisect_right(times, time) - (1 if before else 0)
-        return 0 <= place < len(uses) and uses[place][1]
+    def _use(self, storage: Storage, time: int, *, before: bool) -> Use | None:
+        """The last use of a storage up to a time, or the next one after it, if that is a collective's."""
+        uses = sorted(self.uses.get(storage, ()), key=lambda use: use.time)
+        was_there = storage not in self.sizes
+        if was_there:
+            uses = [use for use in uses if use.kind]
+        place = bisect.bisect_right([use.time for use in uses], time) - (1 if before else 0)
+        if was_there and uses:
+            return uses[min(max(place, 0), len(uses) - 1)]
+        return uses[place] if 0 <= place < len(uses) and uses[place].kind else None
 
-    def read(self, event: Any, in_library: bool) -> None:
+    def _read(self, event: Any, where: Where) -> None:
         """Takes in an event and all below it."""
         tag, fields = event.typed
         if tag == _EventType.Allocation and fields.alloc_size > 0:
             self.allocations[fields.ptr] += 1
             storage = self._at(fields.ptr)
             self.sizes[storage] = fields.alloc_size
-            if in_library:
+            if where.library:
                 self.library.add(storage)
         inputs: Sequence[Any] = fields.inputs if tag == _EventType.TorchOp else ()
-        time = event.start_time_ns
         if event.name.startswith(LIBRARIES):
-            in_library = True
-            if event.name.removeprefix("c10d::") in KINDS:
-                for tensor in _tensors(inputs):
-                    self.uses[self._at(tensor.storage_data_ptr)].append((time, True))
+            where = where._replace(library=True)
+            if kind := KINDS.get(event.name.removeprefix("c10d::")):
+                self._collective(event, kind, inputs, where)
+        elif event.name.startswith(AUTOGRAD):
+            where = where._replace(backward=True)
+        elif event.name.startswith(OURS):
+            where = where._replace(operator=event)
+            for storage in self._storages(inputs):
+                self.taken.setdefault(storage, where)
+            if event.name in REDUCTIONS:
+                for storage in self._storages(inputs[1:2]):
+                    self.uses[storage].append(Use(event.start_time_ns, "reduce_scatter", False, where))
         before = len(self.copies)
         for child in event.children:
-            self.read(child, in_library)
-        if event.name in GATHERS:
-            self.copies[before:] = [copy for copy in self.copies[before:] if copy.casts]
-        elif event.name in PRODUCTS:
+            self._read(child, where)
+        if event.name in PRODUCTS:
             del self.copies[before:]
         # Where operators are made of others, the innermost is the one that copies.
-        if not in_library and len(self.copies) == before:
-            self.copies += self._copies(event, inputs)
+        if not where.library and len(self.copies) == before:
+            self.copies += self._copies(event, inputs, where)
         for storage in self._filled(event.name, inputs):
-            self.uses[storage].append((time, False))
+            self.uses[storage].append(Use(event.start_time_ns, "", False, where))
+
+    def _collective(self, event: Any, kind: str, inputs: Sequence[Any], where: Where) -> None:
+        if kind == "all_gather":
+            in_place = not self._storages(inputs[:1]).isdisjoint(self._storages(inputs[1:2]))
+        else:
+            in_place = where.operator is not None and "all_gather" in where.operator.name
+        for storage in self._storages(inputs):
+            self.uses[storage].append(Use(event.start_time_ns, kind, in_place, where))
+        sizes = [sum(map(_nbytes, _tensors([argument]))) for argument in inputs]
+        self.collectives.append((kind, max(sizes), where))
 
     def _at(self, address: int | None) -> Storage:
         return address, self.allocations[address]
+
+    def _storages(self, inputs: Iterable[Any]) -> set[Storage]:
+        return {self._at(tensor.storage_data_ptr) for tensor in _tensors(inputs)}
 
     def _filled(self, operator: str, inputs: Sequence[Any]) -> Iterator[Storage]:
         """Storages of the step that are written anew from end to end: so Inductor uses them again."""
@@ -167,10 +224,10 @@ class _Profile:
             storage = self._at(tensor.storage_data_ptr)
             rounding = CUDA_ROUNDING if tensor.device.type == "cuda" else 1
             unwritten.setdefault(storage, self.sizes.get(storage, math.inf) - rounding + 1)
-            unwritten[storage] -= math.prod(tensor.sizes) * tensor.dtype.itemsize
+            unwritten[storage] -= _nbytes(tensor)
         return (storage for storage, left in unwritten.items() if left <= 0)
 
-    def _copies(self, event: Any, inputs: Sequence[Any]) -> Iterator[_Copy]:
+    def _copies(self, event: Any, inputs: Sequence[Any], where: Where) -> Iterator[Copy]:
         if event.name in self.kernels:
             moved = _in_kernel(inputs, self.kernels[event.name])
         elif event.name in _OPERATORS:
@@ -180,13 +237,14 @@ class _Profile:
         results = {self._at(child.typed[1].ptr) for child in event.children if child.typed[0] == _EventType.Allocation}
         for source, target, extent in moved:
             dtype = source.dtype if target is None else target.dtype
-            yield _Copy(
+            yield Copy(
                 event.name,
                 event.start_time_ns,
                 self._at(source.storage_data_ptr),
                 frozenset(results if target is None else {self._at(target.storage_data_ptr)}),
                 math.prod(extent.sizes) * dtype.itemsize,
                 source.dtype != dtype,
+                where,
             )
 
 
@@ -239,3 +297,7 @@ def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
             yield from _tensors(value)
         elif isinstance(value, _TensorMetadata):
             yield value
+
+
+def _nbytes(tensor: Any) -> int:
+    return math.prod(tensor.sizes) * int(tensor.dtype.itemsize)

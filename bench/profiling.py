@@ -6,10 +6,10 @@ import gc
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import copies
 import inductor_kernels
@@ -20,6 +20,18 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import is_fake
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+
+
+class Recording(NamedTuple):
+    """What PyTorch recorded of one step."""
+
+    trace: Sequence[dict[str, Any]]
+    """nodes of the execution trace: it has every collective's tensors, lists of lists too"""
+    tree: Sequence[Any]
+    """roots of the profile's event tree: it tells storages apart that have had the same address"""
+    kernels: Mapping[str, inductor_kernels.Kernel]
+    """what Inductor's kernels do, by the names of their events"""
+    profiler: profile
 
 
 @dataclass
@@ -41,15 +53,19 @@ def profiled(step: Callable[[], object], world_size: int, device: torch.device) 
     """Calls ``step``, which must have run before, and says what it did on this rank."""
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else _tensor_bytes()
+    return summarized(recorded(step, device), before, world_size, device)
+
+
+def recorded(step: Callable[[], object], device: torch.device) -> Recording:
+    """Calls ``step``, which must have run before, and records it."""
+    on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
-        # The execution trace has every collective's tensors, lists of lists too; the profile tells storages
-        # apart that have had the same address.
         observer = ExecutionTraceObserver().register_callback(str(path))
         try:
             with (
-                inductor_kernels.recorded() as moves,
+                inductor_kernels.recorded() as kernels,
                 profile(
                     activities=activities, record_shapes=True, profile_memory=True, execution_trace_observer=observer
                 ) as profiler,
@@ -61,14 +77,19 @@ def profiled(step: Callable[[], object], world_size: int, device: torch.device) 
             observer.unregister_callback()
         nodes = json.loads(path.read_text())["nodes"]
     results: Any = profiler.profiler
-    events = profiler.events() or ()
-    tree = results.kineto_results.experimental_event_tree()
+    return Recording(nodes, results.kineto_results.experimental_event_tree(), kernels, profiler)
+
+
+def summarized(recording: Recording, before: int, world_size: int, device: torch.device) -> StepProfile:
+    """What a recorded step did; there were ``before`` bytes of tensors when it began."""
+    results: Any = recording.profiler.profiler
+    events = recording.profiler.events() or ()
     return StepProfile(
-        traffic.count(nodes, world_size, dist.get_rank()),
-        copies.count(tree, moves),
+        traffic.count(recording.trace, world_size, dist.get_rank()),
+        copies.count(recording.tree, recording.kernels),
         before,
         before + _highest_rise(results.kineto_results.events(), device),
-        sum(event.device_type == DeviceType.CUDA for event in events) if on_gpu else None,
+        sum(event.device_type == DeviceType.CUDA for event in events) if device.type == "cuda" else None,
     )
 
 

@@ -24,6 +24,7 @@ HEADINGS = (
     "tensors MB",
     "planned MB",
     "copied MB",
+    "copy-in MB",
     "cast MB",
     "sent MB",
     "collectives",
@@ -38,10 +39,12 @@ Step: median over the timed steps, each from the first rank's start to the last 
 CPU: median CPU time of a rank. Peak: memory of the fullest rank above its baseline before the model was built,
 compilation included; steps: that of the timed steps alone. Of one profiled step of rank 0: tensors at its fullest
 moment, parameters and optimizer states among them (planned: what the system promised before the first step, and the
-states); bytes that copies, and casts apart, write from or to memory that collectives use; sent: what a rank must send
-at least; collectives: AG all-gathers, RS reduce-scatters, AR all-reduces, or the sends of one made of messages; kernels
-launched on a GPU. Compile: what the warm-up took longer than as many steps; warm: the same when started again, with the
-compiler's caches filled. Final loss: after the same number of steps on the same data. Gradient norm: of the first step.
+states); bytes that copies write from or to memory that collectives use, and apart from them copy-ins and casts. A
+copy-in is of a rank's own shard, to its place in the buffer that the other ranks' are gathered into: every all-gather
+has to bring it there, and where the library's does, none is seen. Sent: what a rank must send at least; collectives: AG
+all-gathers, RS reduce-scatters, AR all-reduces, or the sends of one made of messages; kernels launched on a GPU.
+Compile: what the warm-up took longer than as many steps; warm: the same when started again, with the compiler's caches
+filled. Final loss: after the same number of steps on the same data. Gradient norm: of the first step.
 * marks the fastest configuration of one system."""
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "send": "sends"}
 SECTIONS = {
@@ -121,6 +124,7 @@ def _cells(result: Result, ours: Result | None, fastest: bool) -> list[str]:
         f"{profile.tensor_peak / MB:.0f}",
         "-" if result.planned_bytes is None else f"{result.planned_bytes / MB:.0f}",
         f"{profile.copies.copied_bytes / MB:.1f}",
+        f"{profile.copies.copy_in_bytes / MB:.1f}",
         f"{profile.copies.cast_bytes / MB:.1f}",
         f"{sum(kind.sent_bytes for kind in traffic.values()) / MB:.1f}",
         " + ".join(f"{traffic[kind].calls} {SHORT.get(kind, kind)}" for kind in traffic if kind != "receive") or "none",

@@ -1,7 +1,8 @@
 """Counts, from a final graph, the bytes of every collective, copy, cast, concatenation and communication buffer.
 
 What a collective moves is the whole unsharded buffer: a gather brings every rank's part to its place there, this
-rank's own included, and a reduction takes every rank's part from there.
+rank's own included, and a reduction takes every rank's part from there. Where ranks exchange messages, no library
+brings a rank's own part to its place: that copy-in is counted besides. An average over replicas moves the shard.
 """
 
 from __future__ import annotations
@@ -15,13 +16,29 @@ from torch._ops import OpOverload
 
 from ..runtime import leaving, quantized_ops
 from .aliases import bases_of
-from .context import ALL_GATHER, CompileContext, Copied, Role, Use, buffer_of, comm_of, marked_buffer
+from .context import (
+    ALL_GATHER,
+    Buffer,
+    CompileContext,
+    Copied,
+    GraphUnit,
+    Lowering,
+    Part,
+    Role,
+    Use,
+    buffer_of,
+    comm_of,
+    marked_buffer,
+)
 from .edit import nbytes_of, value_of
 from .expand import CASTS
 from .summary import Direction, Entry, Kind
 
 _aten = torch.ops.aten
 _TO_SHARD = "to the shard's dtype"
+_PAD = _aten.constant_pad_nd.default  # as Inductor pads operands of products whose kernels like other shapes
+_MOVES = {_aten.clone.default: Kind.COPY, _PAD: Kind.COPY, _aten.cat.default: Kind.CONCATENATION}
+_MOVES |= dict.fromkeys(CASTS, Kind.CAST)
 # Where each names its unit.
 _QUANTIZED = {
     quantized_ops.start_all_gather_quantized: 2,
@@ -43,7 +60,7 @@ def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileConte
     if node.target in _QUANTIZED:
         yield from _quantized(node, context)
     elif comm is not None and comm.role in (Role.LAUNCH, Role.TAKE):
-        yield from _collective(node, comm.kind == ALL_GATHER, context.units[comm.unit].name)
+        yield from _collective(node, comm.kind == ALL_GATHER, context.units[comm.unit])
     buffer = buffer_of(node)
     if buffer is not None and not node.all_input_nodes:
         direction = Direction.GATHER if buffer.use in (Use.PARAMETERS, Use.PACKED) else Direction.REDUCE
@@ -60,16 +77,24 @@ def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileConte
         yield from _movements(node, bases, context)
 
 
-def _collective(node: fx.Node, gathers: bool, unit: str) -> Iterator[Entry]:
+def _collective(node: fx.Node, gathers: bool, unit: GraphUnit) -> Iterator[Entry]:
     if not gathers:
-        yield Entry(Kind.REDUCE_SCATTER, Direction.REDUCE, unit, nbytes_of(node.all_input_nodes[0]), "gradients")
+        full_node, reduced = node.all_input_nodes[:2]
+        yield Entry(Kind.REDUCE_SCATTER, Direction.REDUCE, unit.name, nbytes_of(full_node), "gradients")
+        yield from _over_replicas(reduced, unit)
         return
     shard, full = (value_of(arg) for arg in node.all_input_nodes[:2])
     assert shard is not None and full is not None
-    yield Entry(Kind.ALL_GATHER, Direction.GATHER, unit, full.numel() * full.itemsize, "parameters")
-    if shard.dtype != full.dtype:
-        nbytes = shard.numel() * full.itemsize
-        yield Entry(Kind.CAST, Direction.GATHER, unit, nbytes, "the shard, into its place in the gathered buffer")
+    yield Entry(Kind.ALL_GATHER, Direction.GATHER, unit.name, full.numel() * full.itemsize, "parameters")
+    casts = shard.dtype != full.dtype
+    if casts or unit.comm.exchanges:
+        kind, nbytes = Kind.CAST if casts else Kind.COPY_IN, shard.numel() * full.itemsize
+        yield Entry(kind, Direction.GATHER, unit.name, nbytes, "the shard, into its place in the gathered buffer")
+
+
+def _over_replicas(reduced: fx.Node, unit: GraphUnit) -> Iterator[Entry]:
+    if unit.comm.replicas:
+        yield Entry(Kind.ALL_REDUCE, Direction.REDUCE, unit.name, nbytes_of(reduced), "the average over replicas")
 
 
 def _quantized(node: fx.Node, context: CompileContext) -> Iterator[Entry]:
@@ -86,25 +111,52 @@ def _quantized(node: fx.Node, context: CompileContext) -> Iterator[Entry]:
         case quantized_ops.start_reduce_scatter_quantized:
             yield Entry(Kind.REDUCE_SCATTER, Direction.REDUCE, unit.name, nbytes[2], "codes and scales of gradients")
             yield Entry(Kind.CAST, Direction.REDUCE, unit.name, nbytes[2], "quantized to what is sent")
+            yield from _over_replicas(node.all_input_nodes[1], unit)
         case quantized_ops.wait_reduce_scatter_quantized | leaving.leave_reduce_scatter_quantized:
             yield Entry(Kind.CAST, Direction.REDUCE, unit.name, nbytes[0], "dequantized and averaged")
 
 
 def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> Iterator[Entry]:
     """Values of communication buffers that are written elsewhere as they are."""
-    kinds = {_aten.clone.default: Kind.COPY, _aten.cat.default: Kind.CONCATENATION}
-    kinds |= dict.fromkeys(CASTS, Kind.CAST)
-    if node.target not in kinds:
-        return
+    kind = _MOVES.get(cast(OpOverload, node.target))
     for source in node.all_input_nodes:
-        buffer = buffer_of(bases[source])
-        if buffer is None:
+        buffer = _buffer_behind(bases[source], context)
+        promoted = kind is None and context.lowering is Lowering.EAGER and _promotes(node, source)
+        if buffer is None or not (kind or promoted):
             continue
         gathers = buffer.use is Use.PARAMETERS
-        why = "by the program itself" if gathers else _TO_SHARD
-        nbytes = nbytes_of(source if kinds[node.target] is Kind.CONCATENATION else node)
+        why = "padded" if node.target is _PAD else "by the program itself"
+        why = f"to the dtype of {node.target}" if promoted else why if gathers else _TO_SHARD
         direction = Direction.GATHER if gathers else Direction.REDUCE
-        yield Entry(kinds[node.target], direction, context.units[buffer.unit].name, nbytes, why)
+        yield Entry(kind or Kind.CAST, direction, context.units[buffer.unit].name, _moved_bytes(source, node), why)
+
+
+def _buffer_behind(base: fx.Node, context: CompileContext) -> Buffer | None:
+    if base.op == "placeholder" and context.part is Part.BACKWARD and base.name in context.saved:
+        return Buffer(Use.PARAMETERS, context.saved[base.name])
+    return buffer_of(base)
+
+
+def _promotes(node: fx.Node, source: fx.Node) -> bool:
+    """Whether an operator that computes in another dtype than an operand's casts that first, to memory, as PyTorch's do
+    on CPUs. Generated kernels, and those of GPUs, do it on the way."""
+    operand, result = value_of(source), value_of(node)
+    return (
+        operand is not None
+        and result is not None
+        and isinstance(node.target, OpOverload)
+        and torch.Tag.pointwise in node.target.tags
+        and operand.device.type == "cpu"
+        and operand.dtype.is_floating_point
+        and result.dtype.is_floating_point
+        and operand.dtype != result.dtype
+    )
+
+
+def _moved_bytes(source: fx.Node, node: fx.Node) -> int:
+    """Of a source, in the result's dtype. What it is joined with, or padded by, comes from elsewhere."""
+    operand, result = source.meta["val"], node.meta["val"]
+    return min(nbytes_of(source) // operand.itemsize * result.itemsize, nbytes_of(node))
 
 
 def _copy_or_cast(source: fx.node.Argument, copy: fx.Node) -> Kind:

@@ -182,6 +182,7 @@ class CompileContext:
         reduced_units: units in the order in which the joint graph reduces their gradients.
         kept: units that may be resharded and are kept for the backward, because the memory budget allows it.
         carried: units whose gather for the backward is launched in the forward.
+        saved: units by the names of inputs of the backward that are parameters gathered in the forward.
         needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
@@ -204,6 +205,7 @@ class CompileContext:
     reduced_units: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
     carried: frozenset[int] = frozenset()
+    saved: dict[str, int] = field(default_factory=dict)
     needs: dict[Part, Need] = field(default_factory=dict)
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0

@@ -18,14 +18,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..runtime import ops, quantized_ops
 from .context import CompileContext
 
-_GATHERS = (ops.all_gather, quantized_ops.all_gather_quantized)
+GATHERS = (ops.all_gather, quantized_ops.all_gather_quantized)
 _REDUCTIONS = (ops.reduce_scatter, quantized_ops.reduce_scatter_quantized)
 
 
 def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
     recomputed: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.target in _GATHERS:
+        if node.target in GATHERS:
             if context.reshards(node.args[1]):
                 recomputed |= {node, *_casts_before(node)}
             else:

@@ -14,12 +14,15 @@ its gather is launched while the forward ends, and carried over.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from torch import fx
 
 from ..schedule import find_schedule, least_peak
 from .agreed import agreed_units
+from .aliases import bases_of
 from .context import CompileContext
+from .reshard import GATHERS
 from .step import Halves, Step, copied, survey
 
 _EQUAL = 1.001  # times that differ by less are the same to a cost model
@@ -35,7 +38,7 @@ def retain(
 
     Args:
         gm: the joint graph.
-        context: ``kept``, ``carried`` and ``needs`` are set.
+        context: ``kept``, ``carried``, ``saved`` and ``needs`` are set.
         mark: the passes that say what the backward repeats.
         cut: the partitioner.
 
@@ -64,7 +67,15 @@ def retain(
     if kept != context.kept:
         halves, step = cut_keeping(sorted(kept))
     context.needs = step.needs(context.carried)
+    context.saved = _saved(halves[0].graph)
     return halves
+
+
+def _saved(forward: fx.Graph) -> dict[str, int]:
+    """Units by the names of the parameters that a forward hands to its backward."""
+    bases = bases_of(forward)
+    values = forward.output_node().all_input_nodes
+    return {value.name: cast(int, bases[value].args[1]) for value in values if bases[value].target in GATHERS}
 
 
 def _to_carry(step: Step, context: CompileContext) -> frozenset[int]:

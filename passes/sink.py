@@ -10,8 +10,9 @@ computes it, and that is told to write into the gradient's place:
 
 What remains is copied, once, and recorded: gradients that something else reads too, that are inputs of the graph,
 or that operators compute which can't be told where to write (convolutions, attention); products whose place is not
-aligned, where libraries are slower and round otherwise; and sums (of biases and norms), which Inductor's kernels store
-before they place them. A gradient of another dtype than the reduction's is cast on the way.
+aligned, where libraries are slower and round otherwise; and sums (of biases and norms, and of an embedding's rows in
+another dtype), which Inductor's kernels store before they place them. A gradient of another dtype than the reduction's
+is cast on the way.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _aten = torch.ops.aten
 _MATMULS = (_aten.mm.default, _aten.bmm.default)
 _SCATTERS = (_aten.index_put.default, _aten._unsafe_index_put.default)
 _MASKED_SCATTER = _aten._unsafe_masked_index_put_accumulate.default
-_REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "var_mean", "any"})
+_SUMS_OF_ROWS = {"index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter_add"}
+_REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "var_mean", "any"} | _SUMS_OF_ROWS)
 _SHARED = "read elsewhere too"
 _ZEROS = (_aten.full.default, _aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default)
 

@@ -13,6 +13,8 @@ class Kind(enum.Enum):
 
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    COPY_IN = "copy-in"  # of a shard, before its gather, where ranks send from the gathered buffer
     CAST = "cast"
     COPY = "copy"
     CONCATENATION = "concatenation"

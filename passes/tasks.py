@@ -171,7 +171,8 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         input_bytes=0 if each.gathers else full,
         output_bytes=full if each.gathers and not each.escapes else 0,
         scratch_bytes=scratch,
-        lane=f"group {comm.group}" if comm.serial else each.kind,
+        # A communicator of NCCL runs its collectives one after another, on whatever streams; messages fly together.
+        lane=each.kind if comm.exchanges else f"group {comm.group}",
         load=cost.load,
         stretch=cost.stretch,
         wakeup=cost.wakeup,

@@ -1,12 +1,14 @@
 """A unit's collectives, launched and waited for: an all-gather into a buffer, a reduce-scatter out of one.
 
-Neither copies: a gather receives every rank's part where parameters are read, a reduction sends gradients from where
-they were written. How depends on the device:
+Nothing stands between a collective and what is computed: a gather receives the other ranks' parts where parameters
+are read, a reduction sends gradients from where they were written. This rank's own part of a gather has to come there
+from its shard, which is a copy that no collective is without. How all this is done depends on the device:
 
 - GPUs: the process group's own collectives, each kind on a stream of its own, ordered against compute by events.
   Buffers are static or outlive the wait, so nothing is recorded on streams.
-- CPUs with gloo: every rank sends each other rank its part directly. Gloo's own all-gather goes through a second
-  buffer, and its reduce-scatter is an all-reduce of a copy, which sends twice as much.
+- CPUs with gloo: every rank sends each other rank its part directly, and copies its own (the copy-in that the census
+  counts; elsewhere the collective does it). Gloo's own all-gather goes through a second buffer, and its reduce-scatter
+  is an all-reduce of a copy, which sends twice as much.
 - anything else: the process group's asynchronous collectives.
 """
 
@@ -52,7 +54,7 @@ def start_all_gather(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> P
     """Gathers ``shard`` [S] of every rank into ``full`` [world_size * S].
 
     Args:
-        shard: this rank's part. If ``full`` has another dtype it is cast, once, into its place there.
+        shard: this rank's part, copied once into its place in ``full``, and cast there if that has another dtype.
         full: contiguous; neither it nor ``shard`` may be written until the wait has returned.
         group: the ranks, in the order of their parts.
     """
@@ -181,12 +183,6 @@ def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: di
 def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether collectives of several units can be one, whose latency is paid once. Messages gain nothing by it."""
     return not exchanges_directly(device, group) and _backend(device, group) in _COALESCING
-
-
-def serial(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether the group's collectives run one after another, whatever their kind and stream: as those of one of NCCL's
-    communicators do, and messages don't."""
-    return not exchanges_directly(device, group)
 
 
 def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGroup) -> int:

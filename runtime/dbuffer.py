@@ -8,7 +8,7 @@ of three::
     layout                                          | a a a a b b b | b b b b . c c | c c d d d . . |
 
     master shard     [S]       parameters' dtype                    | b b b b . c c |
-                                                                    cast, once, into its place
+                                                                    copied or cast, once, into its place
     unsharded        [3 * S]   param_dtype          | a a a a b b b | b b b b . c c | c c d d d . . |
                                a slot               received        shared          received
 
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import coalesces, scratch_numel, serial
+from . import collectives
 from .packing import Packing, Quantizer, StochasticQuantizer, packing_for
 from .rounding import Rounding
 from .unshard import CommSpec, ParamView
@@ -232,13 +232,13 @@ class DBuffer:
             replicas=self.replicas.group_name if self.replicas is not None else "",
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
-            reduce_scratch=scratch_numel(self.shard.numel(), self.shard.device, self.group),
+            reduce_scratch=collectives.scratch_numel(self.shard.numel(), self.shard.device, self.group),
             packing=self.packing.key if self.packing else "",
             packed_bytes=self.packing.nbytes if self.packing else 0,
             gradient_packing=self.gradient_packing.key if self.gradient_packing else "",
             packed_gradient_bytes=self.gradient_packing.nbytes if self.gradient_packing else 0,
-            coalesces=coalesces(self.shard.device, self.group),
-            serial=serial(self.shard.device, self.group),
+            coalesces=collectives.coalesces(self.shard.device, self.group),
+            exchanges=collectives.exchanges_directly(self.shard.device, self.group),
         )
 
     def local(self, flat: Tensor, index: int) -> Tensor:

@@ -45,7 +45,7 @@ class CommSpec(NamedTuple):
     gradient_packing: str = ""  # of reductions that are quantized
     packed_gradient_bytes: int = 0
     coalesces: bool = False  # whether it may share collectives with other units of the group
-    serial: bool = False  # whether the group's collectives, of all kinds, run one after another
+    exchanges: bool = False  # whether ranks send each other their parts, instead of a collective of the backend
 
 
 def unshard(

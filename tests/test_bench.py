@@ -125,8 +125,12 @@ def test_copies_around_a_steps_collectives_are_counted(run: Any) -> None:
     _, measured = run
     # FSDP2 copies its shards in before a gather, all that is gathered out after it, and every gradient in.
     of_fsdp2 = result(measured, "fsdp2", Policy.KEEP)["profile"]["copies"]
-    assert of_fsdp2["copied_bytes"] == (1 / 2 + 1 + 1) * 4 * PARAMETERS
+    assert of_fsdp2["copied_bytes"] == (1 + 1) * 4 * PARAMETERS
+    assert of_fsdp2["copy_in_bytes"] == 1 / 2 * 4 * PARAMETERS
     assert of_fsdp2["cast_bytes"] == 0
+    ours = result(measured, "vescale-eager-lowering", Policy.KEEP)["profile"]["copies"]
+    assert ours["copied_bytes"] == 0
+    assert ours["copy_in_bytes"] == pytest.approx(of_fsdp2["copy_in_bytes"], rel=1e-3)  # and padding
     assert result(measured, "ddp", Policy.REPLICATED)["profile"]["copies"]["copied_bytes"] == 0
 
 
@@ -157,7 +161,8 @@ def test_one_process_shows_what_a_rank_of_many_does(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     profile = result(measured, "fsdp2", Policy.KEEP)["profile"]
     assert profile["collectives"]["all_gather"]["sent_bytes"] == 7 / 8 * 4 * PARAMETERS
-    assert profile["copies"]["copied_bytes"] == (1 / 8 + 1 + 1) * 4 * PARAMETERS
+    assert profile["copies"]["copied_bytes"] == (1 + 1) * 4 * PARAMETERS
+    assert profile["copies"]["copy_in_bytes"] == 1 / 8 * 4 * PARAMETERS
     assert measured["relative_differences"] == {}
     assert "Nothing checks what was computed" in done.stdout
 

@@ -25,3 +25,4 @@ def test_a_step_sends_half_of_all_parameters_for_each_gather_and_for_the_reducti
     nbytes = 4 * sum(param.numel() for param in model.parameters())
     assert profile.collectives["send"].sent_bytes == pytest.approx((gathers + 1) * nbytes / 2, rel=1e-3)
     assert profile.copies.copied_bytes == 0
+    assert profile.copies.copy_in_bytes == pytest.approx(gathers * nbytes / 2, rel=1e-3)

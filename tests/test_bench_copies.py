@@ -69,6 +69,19 @@ def test_copying_a_shard_to_where_it_is_gathered_from_is_a_copy() -> None:
     assert copies(step).copied_bytes == SHARD
 
 
+def test_copying_a_shard_to_its_place_in_the_gathered_buffer_is_a_copy_in() -> None:
+    source = torch.ones(N)
+
+    def step() -> None:
+        full = torch.empty(WORLD * N)
+        own = full.narrow(0, 0, N)
+        own.copy_(source)
+        dist.all_gather_into_tensor(full, own)
+
+    found = copies(step)
+    assert (found.copied_bytes, found.copy_in_bytes) == (0, SHARD)
+
+
 def test_a_copy_that_changes_the_dtype_is_a_cast_of_the_bytes_written() -> None:
     shard = torch.ones(N)
     found = copies(lambda: gathered(shard.bfloat16()))

@@ -22,6 +22,7 @@ MB = 10**6
 
 
 def measured(system: str, policy: Policy = Policy.KEEP, seconds: float = 1.0, loss: float = 1.0) -> Result:
+    copies = Copies(copied_bytes=7 * MB, copy_in_bytes=3 * MB, cast_bytes=2 * MB)
     return Result(
         system,
         policy,
@@ -32,7 +33,7 @@ def measured(system: str, policy: Policy = Policy.KEEP, seconds: float = 1.0, lo
         final_loss=loss,
         gradient_norm=1.0,
         memory=[Memory(10 * MB, 60 * MB, 40 * MB), Memory(10 * MB, 50 * MB, 45 * MB)],
-        profile=StepProfile({"all_gather": Traffic(3, 8 * MB, 4 * MB)}, Copies(7 * MB, 2 * MB), 20 * MB, 30 * MB, None),
+        profile=StepProfile({"all_gather": Traffic(3, 8 * MB, 4 * MB)}, copies, 20 * MB, 30 * MB, None),
     )
 
 
@@ -106,6 +107,7 @@ def test_figures_stand_in_their_columns() -> None:
         "peak MB": "50",
         "steps MB": "35",
         "copied MB": "7.0",
+        "copy-in MB": "3.0",
         "cast MB": "2.0",
         "sent MB": "4.0",
         "collectives": "3 AG",

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from .capture import Capture
 from .cost import Cluster
 from .passes.context import CompileContext, Part
-from .passes.summary import Direction, Kind, Summary
+from .passes.summary import Kind, Summary
 from .quantities import size_text as _size
 from .quantities import time_text as _time
 from .runtime.pool import pooled_bytes
 
 _MOVED = (Kind.CAST, Kind.COPY, Kind.CONCATENATION)
-_COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+_COLLECTIVES = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,14 @@ def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
         yield f"  slot {number}, {_size(slot.nbytes)} {slot.dtype.removeprefix('torch.')}{own}"
         for tenant in slot.tenants:
             yield f"    nodes {tenant.first:>5} to {tenant.last:>5}  {_size(tenant.nbytes):>10}  {tenant.what}"
+    if counts[Kind.COPY_IN]:
+        nbytes = summary.nbytes(Kind.COPY_IN)
+        yield f"  {counts[Kind.COPY_IN]} copy-ins of {_size(nbytes)}: shards, into their places in the gathered buffers"
     moved = [entry for entry in summary.entries if entry.kind in _MOVED]
     if not moved:
-        yield "  nothing is copied or cast"
+        yield f"  nothing {'else ' if counts[Kind.COPY_IN] else ''}is copied or cast"
     for entry in moved:
-        way = "before" if entry.direction is Direction.REDUCE else "after"
-        yield f"  {entry.kind.value} of {_size(entry.nbytes)}, {entry.unit}, {way} its collective: {entry.why}"
+        yield f"  {entry.kind.value} of {_size(entry.nbytes)}, {entry.direction.value} of {entry.unit}: {entry.why}"
 
 
 def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from test_census import counted, total
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import vescale_compile as vc
+from vescale_compile.passes.summary import Kind
 from vescale_compile.sharded_module import buffers_in
 
 
@@ -64,6 +66,14 @@ def test_gradients_of_a_llama_are_averaged_over_all_ranks():
     call(*data[0]).backward()
     for param, expected in zip(model.parameters(), averaged_gradients(data, models.llama), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+
+
+@on_ranks(4)
+def test_averages_over_replicas_are_counted_as_a_profiler_counts_them():
+    graphs, step, profile = counted(models.Uneven, "eager", 11, mesh=mesh_of(2, 2))
+    assert graphs == step, (graphs - step, step - graphs)
+    averaged = profile.collectives["all_reduce"].payload_bytes
+    assert averaged == total(graphs, Kind.ALL_REDUCE) == total(graphs, Kind.REDUCE_SCATTER) / 2
 
 
 @pytest.mark.slow
