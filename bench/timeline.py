@@ -64,8 +64,8 @@ class Lane:
     @property
     def hidden(self) -> float:
         """Of what could be hidden, communication beneath computation or the other way round, the share that is."""
-        busy = sorted([*self.computation, *self.optimizer])
-        return _overlap(busy, self.wire) / min(_total(busy), _total(self.wire))
+        busy, wire = _joined([*self.computation, *self.optimizer]), _joined(self.wire)
+        return _overlap(busy, wire) / min(_total(busy), _total(wire))
 
 
 def main() -> int:
@@ -207,6 +207,17 @@ def _bars(axes: Axes, spans: Spans, row: int, color: str) -> None:
 
 def _total(spans: Spans) -> float:
     return sum(stop - start for start, stop in spans)
+
+
+def _joined(spans: Spans) -> Spans:
+    """The same times, none of them twice: predicted gathers and reductions share the wire."""
+    joined: Spans = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def _overlap(some: Spans, others: Spans) -> float:
