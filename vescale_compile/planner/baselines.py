@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vescale_compile.planner.bound import ceil_to
+from vescale_compile.planner.layout import ceil_to
 from vescale_compile.planner.spec import TensorSpec
 
 

@@ -8,15 +8,10 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate, pairwise
 from operator import neg
 
-from vescale_compile.planner.layout import Item
+from vescale_compile.planner.layout import Item, ceil_to
 
 Items = Mapping[Item, int]
 """What a buffer holds: how many items there are of each kind."""
-
-
-def ceil_to(value: int, step: int) -> int:
-    """The smallest multiple of ``step`` that is at least ``value``."""
-    return -(-value // step) * step
 
 
 def freedom_threshold(item: Item) -> int:

@@ -22,6 +22,11 @@ class Item(NamedTuple):
     block: int
 
 
+def ceil_to(value: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is at least ``value``."""
+    return -(-value // step) * step
+
+
 def earliest_start(position: int, item: Item, shard: int) -> int | None:
     """The first valid start of ``item`` at or after ``position``, in elements.
 
@@ -54,7 +59,7 @@ def aligned_start(position: int, item: Item, shard: int, alignment: int) -> int 
     """
     # Before a boundary, which is aligned, an item lies at a multiple of its blocks.
     in_both = Item(item.numel, math.lcm(item.block, alignment))
-    start = earliest_start(-(-position // alignment) * alignment, in_both, shard)
+    start = earliest_start(ceil_to(position, alignment), in_both, shard)
     return earliest_start(position, item, shard) if start is None else start
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from vescale_compile.planner.bound import Items, admissible_shards, ceil_to, divisors, shard_lower_bound
-from vescale_compile.planner.layout import Item, earliest_start, place_aligned, place_in_order
+from vescale_compile.planner.bound import Items, admissible_shards, divisors, shard_lower_bound
+from vescale_compile.planner.layout import Item, ceil_to, earliest_start, place_aligned, place_in_order
 from vescale_compile.planner.order import exact_order, greedy_order
 
 HEURISTIC_BUDGET = 40_000
