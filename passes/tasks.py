@@ -160,7 +160,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     exchanges = each.launch.target is start_reduce_scatter_quantized
     # What is exchanged are codes of the gradients, from one half of the scratch to the other.
     sent, kind = (scratch // 2, ALL_TO_ALL) if exchanges else (full, each.kind)
-    cost, comm = collective_cost(context.cluster, kind, sent), context.units[each.unit].comm
+    cost = collective_cost(context.cluster, kind, sent)
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",
@@ -171,13 +171,23 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         input_bytes=0 if each.gathers else full,
         output_bytes=full if each.gathers and not each.escapes else 0,
         scratch_bytes=scratch,
-        # A communicator of NCCL runs its collectives one after another, on whatever streams; messages fly together.
-        lane=each.kind if comm.exchanges else f"group {comm.group}",
+        lane=_lane(each, context),
         load=cost.load,
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         merge=_merge(each, context),
     )
+
+
+def _lane(each: Collective, context: CompileContext) -> str:
+    """A communicator of NCCL runs its collectives one after another, on whatever streams; messages fly together.
+
+    Named alike on all ranks, so by the first unit of a group, not by the group.
+    """
+    comm = context.units[each.unit].comm
+    if comm.exchanges:
+        return each.kind
+    return f"the group of {next(unit.name for unit in context.units if unit.comm.group == comm.group)}"
 
 
 def _merge(each: Collective, context: CompileContext) -> str | None:

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import vescale_compile as vc
 from vescale_compile.passes.summary import Kind
+from vescale_compile.runtime import collectives
 from vescale_compile.sharded_module import buffers_in
 
 
@@ -209,3 +210,22 @@ def test_a_copy_of_the_model_trains_on_the_same_mesh():
     models.train(model, model.parameters(), models.batches(1, 11))
     for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local())
+
+
+@on_ranks(4)
+def test_replicas_ask_the_same_questions_where_collectives_are_the_backends_own():
+    torch._dynamo.reset()
+    asked: list[str] = []
+
+    def decide(question: str, answer: str) -> str:
+        asked.append(question)
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "exchanges_directly", lambda device, group: False)
+        patch.setattr("vescale_compile.capture.first_decides", lambda mesh: decide)
+        _, call = models.sharded(models.Uneven, mesh=mesh_of(2, 2))
+        call(*models.batches(1, 11)[0]).backward()
+    of_all: list[list[str]] = [[]] * 4
+    dist.all_gather_object(of_all, asked)
+    assert len(asked) == 3 and of_all == [asked] * 4  # which units are kept, and a schedule for each graph
