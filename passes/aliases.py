@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from operator import getitem
 
@@ -59,10 +60,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
         return source if isinstance(source, fx.Node) else None
     if node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
-    if isinstance(node.target, OpOverload):
-        returns = node.target._schema.returns
-        if returns and returns[0].alias_info is not None:
-            return next((arg for arg, _ in _aliasing_arguments(node)), None)
+    if isinstance(node.target, OpOverload) and _returns_an_argument(node.target):
+        return next((arg for arg, _ in _aliasing_arguments(node)), None)
     return None
 
 
@@ -85,10 +84,25 @@ def _aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
     """Arguments that the operator's schema marks as aliased, and whether it writes to them."""
     if not isinstance(node.target, OpOverload):
         return
-    for position, schema in enumerate(node.target._schema.arguments):
-        if schema.alias_info is None:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(schema.name)
+    for position, name, written in _aliased(node.target):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, fx.Node):
-                yield each, schema.alias_info.is_write
+                yield each, written
+
+
+# Schemas are built anew whenever they are asked for, and passes ask of every node many times.
+@functools.cache
+def _returns_an_argument(target: OpOverload) -> bool:
+    returns = target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
+
+
+@functools.cache
+def _aliased(target: OpOverload) -> tuple[tuple[int, str, bool], ...]:
+    """Arguments that the schema marks as aliased: position, name, and whether the operator writes to it."""
+    return tuple(
+        (position, argument.name, argument.alias_info.is_write)
+        for position, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None
+    )

@@ -5,6 +5,8 @@
     @on_ranks(2, 4)                         # a test whose body runs on every rank of two worlds
     def test_full_tensor(): ...
 
+    done = run_command("train", "--ranks", "2")     # python -m vescale_compile train --ranks 2
+
 Functions are called after ``init_process_group``, with the seed reset. Worlds are started once for each
 size and kept until :func:`shut_down`, which ends each file of tests; one in which a rank raised, died or ran past the
 deadline is shut down at once, after every rank's Python stack has been collected.
@@ -23,6 +25,7 @@ import os
 import pickle
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -105,6 +108,34 @@ def on_ranks(*world_sizes: int, deadline_s: float = DEFAULT_DEADLINE_S) -> Calla
         return test
 
     return decorate
+
+
+def run_command(*arguments: str, deadline_s: float) -> subprocess.CompletedProcess[str]:
+    """``python -m vescale_compile ARGUMENTS`` in a process that has imported PyTorch already: forked from the server.
+
+    Raises subprocess.TimeoutExpired, having killed it and the ranks that it started, after `deadline_s` seconds.
+    """
+    _start_server()
+    with tempfile.TemporaryDirectory(prefix="command-") as directory:
+        output, errors = Path(directory, "stdout"), Path(directory, "stderr")
+        process = _context.Process(target=_run_command, args=(arguments, output, errors))
+        process.start()
+        process.join(deadline_s)
+        if process.exitcode is None:
+            assert process.pid is not None
+            os.killpg(process.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(arguments, deadline_s, output.read_text(), errors.read_text())
+        return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text(), errors.read_text())
+
+
+def _run_command(arguments: tuple[str, ...], output: Path, errors: Path) -> None:
+    from vescale_compile.__main__ import main
+
+    os.setsid()  # the ranks that it starts are in its group
+    for path, stream in ((output, sys.stdout), (errors, sys.stderr)):
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    sys.exit(main(arguments))
 
 
 def _run_body(module: str, name: str, params: dict[str, Any]) -> None:

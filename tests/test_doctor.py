@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_command
 
 from vescale_compile import checks, doctor_command
 from vescale_compile.__main__ import main
@@ -144,8 +144,7 @@ def test_options_that_make_no_sense_are_refused(capsys, arguments, problem):
 @pytest.mark.slow
 def test_a_calibration_of_local_ranks_is_a_file_that_the_compiler_takes(tmp_path: Path) -> None:
     path = tmp_path / "this.json"
-    command = [sys.executable, "-m", "vescale_compile", "doctor", "--calibrate", str(path), "--ranks", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_command("doctor", "--calibrate", str(path), "--ranks", "2", deadline_s=300)
     assert done.returncode == 0, done.stderr
     assert "GFLOP/s" in done.stdout and "all_gather" in done.stdout
     assert Calibration.load(path).ranks == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_command
 
 from vescale_compile import train_command
 from vescale_compile.examples.text import standard_library
@@ -28,28 +29,26 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(standard_library() / "json", tmp_path_factory.mktemp("text") / "json"))
 
 
-def command(launcher: list[str], options: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [*launcher, "-m", "vescale_compile", "train", *options],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment,
-        check=False,
-    )
-
-
 def trained(text: Path, folder: Path, *options: str, torchrun: int = 0) -> dict[str, Any]:
     """The report of a run that must succeed; `torchrun` is its number of ranks, 0 for none."""
-    launcher = [sys.executable]
-    if torchrun:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
     report = folder / "report.json"
-    done = command(launcher, ["--text", str(text), *TINY, *options, "--json", str(report)])
+    arguments = ("train", "--text", str(text), *TINY, *options, "--json", str(report))
+    done = run_command(*arguments, deadline_s=DEADLINE_S) if not torchrun else under_torchrun(torchrun, arguments)
     assert done.returncode == 0, done.stderr
     measured = json.loads(report.read_text())["report"]
     return measured | {"printed": done.stdout}
+
+
+def under_torchrun(ranks: int, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*launcher, "-m", "vescale_compile", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        check=False,
+    )
 
 
 def losses(report: dict[str, Any]) -> list[float]:
@@ -168,7 +167,8 @@ def test_time_ends_a_run(text: Path, tmp_path: Path) -> None:
 
 def test_a_text_too_short_ends_every_rank_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short for a batch")
-    done = command([sys.executable], ["--text", str(tmp_path), *TINY, *DDP, "--ranks", "2"])
+    command = [sys.executable, "-m", "vescale_compile", "train", "--text", str(tmp_path), *TINY, *DDP, "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 1
     assert re.search(r"train: rank [01]: ValueError: rank [01]: the text has \d+ bytes", done.stderr)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import fake_world
 from torch import fx, nn
-from torch._inductor.utils import run_and_get_code
+from written import code_written_for
 
 import vescale_compile as vc
 from vescale_compile.backend import vescale
@@ -142,7 +142,7 @@ def lowered(build: models.Model, vocab: int, shape: tuple[int, int], slow_wire: 
     agreed = mock.patch.object(overlap, "agreed_schedule", wraps=overlap.agreed_schedule)
     with fake_world(2), agreed as scheduled:
         call = torch.compile(vc.fully_shard(models.build(build)), backend=backend, dynamic=False)
-        _, codes = run_and_get_code(lambda: call(*models.batches(1, vocab, shape=shape)[0]).backward())
+        codes = code_written_for(lambda: call(*models.batches(1, vocab, shape=shape)[0]).backward())
     return [
         Lowered(part, context, tasks, schedule, *graph, code)
         for part, (schedule, tasks, context), graph, code in zip(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import fake_world
 from torch import fx
-from torch._inductor.utils import run_and_get_code
+from written import code_written_for
 
 import vescale_compile as vc
 from vescale_compile import inductor_order
@@ -58,9 +58,9 @@ def test_inductor_before_2_13_keeps_the_order_too(monkeypatch):
     planned: list[list[str]] = []
     options = {"cluster": models.SLOW_WIRE}
     backend = functools.partial(vescale, options=options, on_graph=lambda graph: planned.append(calls_of(graph)))
-    with fake_world(2), torch._inductor.config.patch(force_disable_caches=True):
+    with fake_world(2):
         model = torch.compile(vc.fully_shard(models.build(models.deep)), backend=backend)
-        _, codes = run_and_get_code(lambda: model(*models.batches(1, 11)[0]).backward())
+        codes = code_written_for(lambda: model(*models.batches(1, 11)[0]).backward())
     written = [re.findall(r"^ *(?:buf\d+ = )?torch\.ops\.(vescale\.\w+)", code, re.MULTILINE) for code in codes]
     assert written == planned
     assert all(len(calls) > 3 for calls in written)
