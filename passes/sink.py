@@ -10,9 +10,9 @@ computes it, and that is told to write into the gradient's place:
 
 What remains is copied, once, and recorded: gradients that something else reads too, that are inputs of the graph,
 or that operators compute which can't be told where to write (convolutions, attention); products whose place is not
-aligned, where libraries are slower and round otherwise; and sums (of biases and norms, and of an embedding's rows in
-another dtype), which Inductor's kernels store before they place them. A gradient of another dtype than the reduction's
-is cast on the way.
+aligned, where libraries are slower and round otherwise; and sums (of biases and norms), which Inductor's kernels store
+before they place them. A gradient of another dtype than the reduction's is cast on the way; an embedding's rows in
+bf16, which Inductor adds up in fp32, stay in fp32 if that is what is reduced.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class _Sinking:
             return self._copy(value, place, "an input of the graph" if value.op == "placeholder" else _SHARED)
         if before := place.before(value):
             return self.write(self._drop(value), before)
+        if self._only_rounds(value) and place.fits(value_of(value.all_input_nodes[0])):
+            return self.write(self._drop(value), place)
         if not place.fits(value_of(value)):
             return self._copy(value, place, f"{_operator(value)} gives another dtype")
         if value.target in _MATMULS:
@@ -107,6 +109,10 @@ class _Sinking:
         if value.target is _aten.add.Tensor and not value.kwargs and (last := self._accumulate(value, place)):
             return last
         return self._copy(value, place, f"computed by {_operator(value)}")
+
+    def _only_rounds(self, value: fx.Node) -> bool:
+        """A cast whose reader casts back: Inductor leaves the first of the two out, as it does in its own graphs."""
+        return value.target in CASTS and self.context.lowering is Lowering.INDUCTOR
 
     def _accumulate(self, total: fx.Node, place: Place) -> int | None:
         """Writes the earlier summand of two and has the later one, a product or a scatter, added to it."""
@@ -178,7 +184,8 @@ class _Sinking:
         return place_in_order
 
     def _copy(self, value: fx.Node, place: Place, why: str) -> int:
-        if value.target in CASTS and not value.users and value not in self.shared:
+        unread = not value.users and value not in self.shared
+        if unread and value.target in CASTS and (self._only_rounds(value) or place.fits(value_of(value))):
             value = self._drop(value)
         last_input = self.graph.find_nodes(op="placeholder")[-1]
         shared = bool(value.users) or value in self.shared

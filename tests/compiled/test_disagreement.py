@@ -135,7 +135,8 @@ def test_ranks_at_different_collectives_take_nothing_for_what_it_is_not():
         pending = start_all_gather(shard, full, group)
     else:
         pending = start_reduce_scatter(full, shard, torch.zeros(4), group)
-    with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+    # Whoever is at the deadline first closes the connection, which may be what the other hears.
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
         pending.wait()
     assert full[:4].tolist() == [0.0] * 4
 

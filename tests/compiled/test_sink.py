@@ -181,6 +181,14 @@ def test_mixed_precision_casts_shards_and_gradients_and_copies_nothing(without_c
     assert {entry.kind for entry in moved(graph) if entry.why != SUM} == {Kind.CAST}
 
 
+def test_an_embeddings_rows_in_bf16_are_added_up_in_fp32_where_they_are_reduced(without_code_generation):
+    policy = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with fake_world(2):
+        graph = report(models.llama, *models.batches(1, 64)[0], lowering="inductor", mp_policy=policy)
+    norms = [param for name, param in models.llama().named_parameters() if "norm" in name]
+    assert sum(entry.nbytes for entry in moved(graph) if entry.kind is Kind.COPY) == sum(p.nbytes for p in norms)
+
+
 def test_a_weight_used_twice_accumulates_in_its_place(without_code_generation, tmp_path, monkeypatch):
     monkeypatch.setenv("VESCALE_DUMP", str(tmp_path))
     with fake_world(2):
