@@ -27,7 +27,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..runtime import ops
-from ..torch_internals import generates_code_for, out_variant
+from ..torch_internals import emulates_precision_casts, generates_code_for, out_variant
 from .aliases import is_view
 from .context import Buffer, CompileContext, Copied, Lowering, Use
 from .edit import allocate, call, order_of, value_of
@@ -111,8 +111,10 @@ class _Sinking:
         return self._copy(value, place, f"computed by {_operator(value)}")
 
     def _only_rounds(self, value: fx.Node) -> bool:
-        """A cast whose reader casts back: Inductor leaves the first of the two out, as it does in its own graphs."""
-        return value.target in CASTS and self.context.lowering is Lowering.INDUCTOR
+        """A cast that may be left out where its reader casts again: Inductor does so in kernels that it generates,
+        unless it was told to round as operators do."""
+        generated = self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
+        return generated and value.target in CASTS
 
     def _accumulate(self, total: fx.Node, place: Place) -> int | None:
         """Writes the earlier summand of two and has the later one, a product or a scatter, added to it."""

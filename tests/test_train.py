@@ -1,4 +1,4 @@
-"""`python -m vescale_compile train`, run as a user runs it."""
+"""`python -m vescale_compile train`: under torchrun as a user runs it, else in processes that have imported PyTorch."""
 
 import argparse
 import json
@@ -82,13 +82,6 @@ def test_one_rank_prints(two_ranks: dict[str, Any]) -> None:
     assert len(re.findall("30/30", two_ranks["printed"])) == 1
 
 
-def test_torchrun_trains_as_local_processes_do(two_ranks: dict[str, Any], text: Path, tmp_path: Path) -> None:
-    options = ("--batch", "4", "--steps", "30", "--log-every", "5")
-    report = trained(text, tmp_path, *DDP, *options, torchrun=2)
-    assert losses(report) == losses(two_ranks)
-    assert report["sample"] == two_ranks["sample"]
-
-
 @pytest.mark.parametrize(
     "options",
     [("--ranks", "1", "--batch", "8"), ("--ranks", "1", "--batch", "2", "--accumulate", "4")],
@@ -101,7 +94,8 @@ def test_one_rank_learns_what_two_ranks_learn(
     assert losses(report) == pytest.approx(losses(two_ranks), rel=1e-4)
 
 
-SHARDED_AND_REPLICATED = ("--ranks", "2", "--batch", "2", "--steps", "12", "--log-every", "3")
+SHORT = ("--batch", "2", "--steps", "12", "--log-every", "3")
+SHARDED_AND_REPLICATED = ("--ranks", "2", *SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +116,12 @@ def test_a_sharded_model_learns_what_a_replicated_one_learns(
 ) -> None:
     assert losses(sharded) == pytest.approx(losses(replicated), rel=1e-6)
     assert sharded["validation_loss"] == pytest.approx(replicated["validation_loss"], rel=1e-6)
+
+
+def test_torchrun_trains_as_local_processes_do(sharded: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    report = trained(text, tmp_path, *SHORT, "--lowering", "eager", torchrun=2)
+    assert losses(report) == losses(sharded)
+    assert report["sample"] == sharded["sample"]
 
 
 def test_generated_code_learns_what_a_replicated_model_learns(

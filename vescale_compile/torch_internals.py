@@ -211,6 +211,11 @@ def rounds_as_operators() -> dict[str, bool]:
     return dict.fromkeys(set(names) & set(torch._inductor.list_options()), True)
 
 
+def emulates_precision_casts() -> bool:
+    """Whether Inductor rounds wherever PyTorch's operators do, also where it fuses a cast with one back."""
+    return torch._inductor.config.emulate_precision_casts
+
+
 # Lowered to a choice of kernels, of which few are generated, and none fused with what reads or writes a slot.
 _EXTERN_KERNELS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"}
