@@ -84,7 +84,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
-        cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size, decide),
+        cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
         wanted_cluster=repr(options.cluster),
         memory_budget=options.budget_bytes,
         decide=decide,

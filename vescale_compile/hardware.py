@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +14,14 @@ from .cost import PRESETS, Calibration, Cluster, Device, Link
 
 _log = logging.getLogger(__name__)
 
-# One thread of a server's core, and a network between processes of one machine: round figures, which only have to be
-# the same on every rank. A calibration has better ones.
+# One thread of a server's core, and a network between processes of one machine: round figures. A calibration has better
+# ones.
 _CPU = Device("cpu", {"float32": 60e9, "bfloat16": 30e9, "float64": 30e9}, 8e9, None, 1.0, 1.0, 10e-6)
 _LOOPBACK = Link("loopback", 2e9, 200e-6, load=0.3)
 _UNKNOWN_GPU = "h100"
 
 
-def cluster_for(
-    wanted: str | Cluster | None,
-    device: torch.device,
-    ranks: int,
-    decide: Callable[[str, str], str] = lambda question, answer: answer,
-) -> Cluster:
+def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) -> Cluster:
     """The cluster that schedules are made for.
 
     Args:
@@ -36,7 +29,6 @@ def cluster_for(
             ``device``.
         device: of the parameters.
         ranks: that shard them.
-        decide: as :func:`.runtime.agreement.first_decides`; a rank by itself believes its own guess.
 
     Raises:
         ValueError: no such preset and no such file, or a file that is no calibration of so many ranks.
@@ -44,7 +36,7 @@ def cluster_for(
     if isinstance(wanted, Cluster):
         return replace(wanted, ranks=ranks)
     if wanted is None:
-        return _guess(device, ranks, decide)
+        return _guess(device, ranks)
     if wanted in PRESETS:
         return PRESETS[wanted](ranks)
     if not Path(wanted).is_file():
@@ -60,18 +52,16 @@ def cluster_for(
     return Cluster(measured.device, ranks, ranks, _LOOPBACK, _LOOPBACK, measured=measured.collectives)
 
 
-def _guess(device: torch.device, ranks: int, decide: Callable[[str, str], str]) -> Cluster:
+def _guess(device: torch.device, ranks: int) -> Cluster:
+    """Another rank's may be another: hosts have other GPUs, or other numbers of ranks. What is decided is agreed on."""
     if device.type != "cuda":
         return Cluster(_CPU, ranks, ranks, _LOOPBACK, _LOOPBACK)
     name = torch.cuda.get_device_name(device).lower()
     known = next((preset for preset in PRESETS if preset in name), None)
     if known is None:
         _warn_unknown(name)
-    # Hosts may have other GPUs than this one, or other numbers of ranks, and all ranks need one cluster.
-    own = json.dumps([known or _UNKNOWN_GPU, _ranks_per_node()])
-    preset, per_node = json.loads(decide(f"what {ranks} GPUs seem to be", own))
-    guess = PRESETS[preset](ranks)
-    return replace(guess, ranks_per_node=per_node or guess.ranks_per_node)
+    guess = PRESETS[known or _UNKNOWN_GPU](ranks)
+    return replace(guess, ranks_per_node=_ranks_per_node() or guess.ranks_per_node)
 
 
 def _ranks_per_node() -> int | None:

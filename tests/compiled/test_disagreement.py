@@ -1,6 +1,7 @@
 """A rank whose model differs is named on every rank, before the first step, within a deadline."""
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import models
@@ -105,6 +106,17 @@ def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later
     if rank == 2:
         assert decide("which order", "another") == "mine"
         assert decide("another graph's order", "another") == "another"
+
+
+@on_ranks(2)
+def test_ranks_that_take_their_cluster_for_different_ones_follow_one_schedule():
+    torch._dynamo.reset()
+    free = replace(models.SLOW_WIRE, within=replace(models.SLOW_WIRE.within, bandwidth=1e15))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == ODD:
+            patch.setattr("vescale_compile.capture.cluster_for", lambda *_: free)
+        _, call = models.sharded(models.deep)
+        call(*models.batches(1, 11)[0]).backward()
 
 
 @on_ranks(2)
