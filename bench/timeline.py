@@ -33,7 +33,7 @@ from options import PICTURES, check_picture, rate, seconds
 from predict import cluster_of, gigabits
 from processes import Ranks
 from systems import OURS, SYSTEMS
-from traced import Trace, TracedForecaster, TracedTrainer
+from traced import Spans, Trace, TracedForecaster, TracedTrainer, merged
 from worker import Job
 from workload import FOUR_LAYERS, Policy, Workload
 
@@ -46,9 +46,6 @@ _WARMUP = 3
 _SAMPLE_S = 2e-3
 _BUSY = 0.02  # of the rate, below which a wire is taken to rest
 _COMPUTE, _WIRE, _UPDATE = "#4c72b0", "#dd8452", "#8c9bb5"
-
-Spans = list[tuple[float, float]]
-"""Starts and stops, seconds from the start of the step"""
 
 
 @dataclass
@@ -64,7 +61,8 @@ class Lane:
     @property
     def hidden(self) -> float:
         """Of what could be hidden, communication beneath computation or the other way round, the share that is."""
-        busy, wire = _joined([*self.computation, *self.optimizer]), _joined(self.wire)
+        # Predicted gathers and reductions share the wire.
+        busy, wire = merged([*self.computation, *self.optimizer]), merged(self.wire)
         return _overlap(busy, wire) / min(_total(busy), _total(wire))
 
 
@@ -168,14 +166,8 @@ class Counters:
 
 def busy_spans(samples: Sequence[tuple[float, int]], least: float) -> Spans:
     """The times between samples at which more than ``least`` bytes a second went by, neighbours joined."""
-    spans: Spans = []
-    for (start, before), (stop, after) in itertools.pairwise(samples):
-        if after - before > least * (stop - start):
-            if spans and spans[-1][1] == start:
-                spans[-1] = (spans[-1][0], stop)
-            else:
-                spans.append((start, stop))
-    return spans
+    pairs = itertools.pairwise(samples)
+    return merged([(start, stop) for (start, old), (stop, new) in pairs if new - old > least * (stop - start)])
 
 
 def clipped(spans: Spans, start: float, stop: float) -> Spans:
@@ -207,17 +199,6 @@ def _bars(axes: Axes, spans: Spans, row: int, color: str) -> None:
 
 def _total(spans: Spans) -> float:
     return sum(stop - start for start, stop in spans)
-
-
-def _joined(spans: Spans) -> Spans:
-    """The same times, none of them twice: predicted gathers and reductions share the wire."""
-    joined: Spans = []
-    for start, stop in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return joined
 
 
 def _overlap(some: Spans, others: Spans) -> float:

@@ -19,13 +19,16 @@ _COMMUNICATION = ("c10d::", "_c10d_functional", "vescale::start_", "vescale::wai
 _COMPUTATION = ("aten::", "vescale::matmul_into")  # beside generated kernels
 
 
+Spans = list[tuple[float, float]]
+"""Starts and stops, seconds from the start of the step"""
+
+
 class Trace(NamedTuple):
-    """One step on one rank: its start and stop on the machine's monotonic clock, and when operators ran, seconds from
-    the start."""
+    """One step on one rank: its start and stop on the machine's monotonic clock, and when operators ran."""
 
     start: float
     stop: float
-    computation: list[tuple[float, float]]
+    computation: Spans
 
 
 class TracedTrainer(Trainer):
@@ -75,18 +78,19 @@ def _traced(trainer: Trainer) -> Trace:
         and zero <= event.time_range.start <= end
         and not _communicates(event)
     ]
-    return Trace(start, stop, _merged(spans))
+    return Trace(start, stop, merged(spans))
 
 
-def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans that lie in others, as an operator does in the one that calls it, count once."""
-    merged: list[tuple[float, float]] = []
+def merged(spans: Spans) -> Spans:
+    """The same times, none of them twice: spans that touch, or lie in others, as an operator does in the one that calls
+    it, are one."""
+    found: Spans = []
     for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
         else:
-            merged.append((start, stop))
-    return merged
+            found.append((start, stop))
+    return found
 
 
 def _communicates(event: Any) -> bool:

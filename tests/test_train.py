@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -46,7 +45,6 @@ def under_torchrun(ranks: int, arguments: tuple[str, ...]) -> subprocess.Complet
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
         check=False,
     )
 
