@@ -67,8 +67,8 @@ def from_hf_config(path: Path) -> nn.Module:
 def unit_specs(model: nn.Module, granularity: GranularityRule) -> dict[str, list[TensorSpec]]:
     """The tensors of each unit that ``fully_shard(model)`` would make.
 
-    Parameters of one unit that differ in dtype or in whether they are trained, or stand before and after the units
-    inside, have buffers of their own, and so are units of their own here, named ``unit#0``, ``unit#1`` and so on.
+    Parameters of one unit that differ in dtype or in whether they are trained, or are read at different times, have
+    buffers of their own, and so are units of their own here, named ``unit#0``, ``unit#1`` and so on.
     """
     specs = {}
     for unit in find_units(model, set(), nested_units=False):

@@ -42,9 +42,11 @@ def fully_shard(
 
     Called on inner modules and then on the root, each call makes one unit of the parameters that are not
     sharded yet. Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s
-    becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together; but one
-    that has units inside has a buffer, and a gather, for what stands before each of them and after (an embedding and
-    a head), if that is a mebibyte or more.
+    becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together, but for two
+    cases. One that has units inside has a buffer, and a gather, for what stands before each of them and after (an
+    embedding and a head), if that is a mebibyte or more. And an element of a list has one for each module directly
+    inside it (attention and feed-forward, say) that has a quarter of its bytes or more, and a mebibyte, so that the
+    second is gathered while the first is computed; call ``fully_shard`` on the elements to gather each at once.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the

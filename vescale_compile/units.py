@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from .ragged.dtensor import RaggedDTensor
 
 _LEAST_BYTES = 1 << 20  # of a run: a collective of less takes as long as one of nothing, or nearly
+_LEAST_SHARE = 0.25  # of a block that a part must have: cutting less off leaves a gather nearly as long
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class UnitMembers:
         name: of the unit.
         module: whose parameters they are.
         runs: parameters by qualified name, in the order of the module; what stands in another run is read at another
-            time, before or after the units inside.
+            time: before or after the units inside, or in another part of a block.
     """
 
     name: str
@@ -44,42 +45,71 @@ def find_units(module: nn.Module, ignored: set[nn.Parameter], *, nested_units: b
             outermost ``nn.ModuleList`` becomes a unit, and the rest another.
     """
     taken: set[nn.Parameter] = set(ignored)
-    blocks = [] if nested_units else list(_list_elements(module, ""))
     units = []
-    for name, part in [*blocks, ("", module)]:
-        runs = _runs(name, part, taken, ignored)
-        if runs:
-            units.append(UnitMembers(name or "(root)", part, runs))
-            taken.update(units[-1].params.values())
+    for path, block in [] if nested_units else _list_elements(module, ""):
+        params = {_join(path, name): param for name, param in block.named_parameters() if _is_free(param, taken)}
+        if params:
+            units.append(UnitMembers(path, block, _by_part(block, params)))
+            taken.update(params.values())
+    if rest := _around_units(module, taken, ignored):
+        units.append(UnitMembers("(root)", module, rest))
     return units
 
 
-def _runs(
-    prefix: str, part: nn.Module, taken: set[nn.Parameter], ignored: set[nn.Parameter]
+def _is_free(param: nn.Parameter, taken: set[nn.Parameter]) -> bool:
+    return param not in taken and not isinstance(param, RaggedDTensor)
+
+
+def _around_units(
+    module: nn.Module, taken: set[nn.Parameter], ignored: set[nn.Parameter]
 ) -> tuple[dict[str, nn.Parameter], ...]:
-    """Parameters of ``part`` that no unit has, cut where those of units inside stand between them.
+    """Parameters that no unit has, cut where those of units inside stand between them.
 
     A run too small for a collective of its own stays with the one before, or after.
     """
     runs: list[dict[str, nn.Parameter]] = [{}]
-    for key, param in part.named_parameters():
-        if param in ignored:
-            continue
-        if param in taken or isinstance(param, RaggedDTensor):
+    for name, param in module.named_parameters():
+        if _is_free(param, taken):
+            runs[-1][name] = param
+        elif param not in ignored:
             runs.append({})
-        else:
-            runs[-1][_join(prefix, key)] = param
     joined: list[dict[str, nn.Parameter]] = []
     for run in filter(None, runs):
-        if joined and min(_nbytes(run), _nbytes(joined[-1])) < _LEAST_BYTES:
+        if joined and min(_nbytes(run.values()), _nbytes(joined[-1].values())) < _LEAST_BYTES:
             joined[-1].update(run)
         else:
             joined.append(run)
     return tuple(joined)
 
 
-def _nbytes(params: dict[str, nn.Parameter]) -> int:
-    return sum(param.nbytes for param in params.values())
+def _by_part(block: nn.Module, params: dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], ...]:
+    """A block's parameters by the part that holds them, attention and feed-forward, say: each is gathered while the one
+    before is computed, and reduced while the next one is.
+
+    What is in no part worth a collective of its own, such as norms, stays with the first: that one is gathered before
+    the others, and its gradients are complete after theirs.
+    """
+    least = max(_LEAST_BYTES, _LEAST_SHARE * _nbytes(params.values()))
+    parts: list[set[nn.Parameter]] = []
+    for part in _parts(block):
+        held = set(part.parameters()).intersection(params.values()).difference(*parts)
+        if _nbytes(held) >= least:
+            parts.append(held)
+    first = set(params.values()).difference(*parts[1:])
+    return tuple({name: param for name, param in params.items() if param in part} for part in (first, *parts[1:]))
+
+
+def _parts(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules directly inside; of a list, which has no forward, its elements."""
+    for child in block.children():
+        if isinstance(child, nn.ModuleList):
+            yield from _parts(child)
+        else:
+            yield child
+
+
+def _nbytes(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.nbytes for param in params)
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -115,6 +115,11 @@ def many_words() -> nn.Module:
     return Llama(LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=8192))
 
 
+def wide() -> nn.Module:
+    """Attention and feed-forward of more than a mebibyte each."""
+    return Llama(LlamaConfig(layers=2, dim=320, heads=4, kv_heads=4, vocab_size=64))
+
+
 def deep() -> nn.Module:
     return Uneven(layers=6)
 

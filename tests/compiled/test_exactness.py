@@ -47,6 +47,11 @@ def test_an_embedding_and_a_head_with_a_buffer_each_are_bit_equal_on_two_ranks()
     assert compare("many_words", "eager", "aot_eager", 8192, steps=3) == (0.0, 0.0)
 
 
+@on_ranks(2)
+def test_blocks_gathered_in_parts_are_bit_equal_on_two_ranks():
+    assert compare("wide", "eager", "aot_eager", 64, steps=3) == (0.0, 0.0)
+
+
 @pytest.mark.slow
 @on_ranks(3, 4)
 def test_uneven_sizes_on_more_ranks_are_within_rounding():

@@ -52,6 +52,62 @@ def test_units_of_earlier_calls_part_what_stands_before_and_after_them_too():
         assert unit_names(vc.fully_shard(model)) == ["(root)#0", "(root)#1", "layers.0", "layers.1"]
 
 
+def layer_of(*rows: int) -> nn.Sequential:
+    """A norm, and parts of so many rows of 4 KiB."""
+    layer = nn.Sequential()
+    layer.norm = nn.LayerNorm(1024)
+    for index, count in enumerate(rows):
+        layer.add_module(f"part{index}", nn.Linear(1024, count, bias=False))
+    return layer
+
+
+def buffers_of_layer(layer: nn.Module) -> dict[str, set[str]]:
+    """What each buffer holds where the layer is the only element of a list."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer])
+    with fake_world(2):
+        buffers = buffers_in(vc.fully_shard(model))
+    return {
+        buffer.name.removeprefix("layers."): {slot.name.removeprefix("layers.0.") for slot in buffer.slots}
+        for buffer in buffers
+    }
+
+
+def test_parts_of_a_block_have_a_buffer_each_and_what_is_small_stays_with_the_first():
+    assert buffers_of_layer(layer_of(256, 512)) == {
+        "0#0": {"norm.weight", "norm.bias", "part0.weight"},
+        "0#1": {"part1.weight"},
+    }
+
+
+def test_a_part_of_less_than_a_quarter_of_its_block_stays_with_the_first():
+    assert buffers_of_layer(layer_of(512, 1024, 256)) == {
+        "0#0": {"norm.weight", "norm.bias", "part0.weight", "part2.weight"},
+        "0#1": {"part1.weight"},
+    }
+
+
+def test_parts_of_less_than_a_mebibyte_share_a_buffer():
+    assert list(buffers_of_layer(layer_of(255, 255))) == ["0"]
+
+
+def test_what_a_block_lists_are_its_parts():
+    layer = nn.Sequential()
+    layer.parts = nn.ModuleList(nn.Linear(1024, 512, bias=False) for _ in range(2))
+    assert buffers_of_layer(layer) == {"0#0": {"parts.0.weight"}, "0#1": {"parts.1.weight"}}
+
+
+def test_a_parameter_that_two_parts_share_has_one_buffer():
+    layer = layer_of(512, 512)
+    layer.part1.weight = layer.part0.weight
+    assert list(buffers_of_layer(layer)) == ["0"]
+
+
+def test_a_block_that_fully_shard_is_called_on_has_one_buffer():
+    with fake_world(2):
+        assert len(buffers_in(vc.fully_shard(layer_of(256, 512)))) == 1
+
+
 @on_ranks(2)
 def test_called_on_blocks_and_then_on_the_root_each_call_makes_a_unit():
     model = models.build(models.Uneven)
