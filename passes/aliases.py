@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import getitem
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+
+from ..schemas import aliasing_arguments, returns_an_argument, written_by
 
 _aten = torch.ops.aten
 # Views at run time whose schema doesn't say so.
@@ -48,11 +49,6 @@ def touches_of(graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> dict[fx.Node, 
     return touched
 
 
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """Arguments that the node's operator writes to."""
-    return [arg for arg, written in _aliasing_arguments(node) if written]
-
-
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The argument that the node's result is a view of, or is."""
     if node.target is getitem:
@@ -60,8 +56,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
         return source if isinstance(source, fx.Node) else None
     if node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
-    if isinstance(node.target, OpOverload) and _returns_an_argument(node.target):
-        return next((arg for arg, _ in _aliasing_arguments(node)), None)
+    if isinstance(node.target, OpOverload) and returns_an_argument(node.target):
+        return next((arg for arg, _ in aliasing_arguments(node)), None)
     return None
 
 
@@ -78,31 +74,3 @@ def _for_every_node(
     for node in graph.nodes:
         found[node] = find(node, found)
     return found
-
-
-def _aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
-    """Arguments that the operator's schema marks as aliased, and whether it writes to them."""
-    if not isinstance(node.target, OpOverload):
-        return
-    for position, name, written in _aliased(node.target):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(each, fx.Node):
-                yield each, written
-
-
-# Schemas are built anew whenever they are asked for, and passes ask of every node many times.
-@functools.cache
-def _returns_an_argument(target: OpOverload) -> bool:
-    returns = target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None
-
-
-@functools.cache
-def _aliased(target: OpOverload) -> tuple[tuple[int, str, bool], ...]:
-    """Arguments that the schema marks as aliased: position, name, and whether the operator writes to it."""
-    return tuple(
-        (position, argument.name, argument.alias_info.is_write)
-        for position, argument in enumerate(target._schema.arguments)
-        if argument.alias_info is not None
-    )

@@ -11,8 +11,9 @@ from __future__ import annotations
 from torch import fx
 from torch._ops import OpOverload
 
+from ..schemas import written_by
 from ..torch_internals import generates_code_for
-from .aliases import allocations_of, is_view, written_by
+from .aliases import allocations_of, is_view
 from .context import Role, buffer_of, comm_of
 
 Pairs = list[tuple[fx.Node, fx.Node]]

@@ -23,7 +23,8 @@ from collections import Counter
 from torch import fx
 
 from ..runtime import leaving, ops, quantized_ops
-from .aliases import base_of, is_view, written_by
+from ..schemas import written_by
+from .aliases import base_of, is_view
 from .context import (
     ALL_GATHER,
     REDUCE_SCATTER,

@@ -18,6 +18,7 @@ from torch import fx
 from .capture import Capture, capture
 from .compiled import CompiledGraph, check_agreement
 from .dump import GraphDump
+from .frames import roomy
 from .inductor_order import KeptOrder
 from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
@@ -43,6 +44,7 @@ from .torch_internals import (
 _log = logging.getLogger(__name__)
 
 
+@roomy
 def vescale(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -19,6 +19,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import FlopCounterMode
 
 from vescale_compile.cost.devices import Device
+from vescale_compile.schemas import written_by
 from vescale_compile.torch_internals import size_hint
 
 _log = logging.getLogger(__name__)
@@ -203,8 +204,8 @@ def _bytes_read(node: fx.Node, inside: bool) -> int:
             source for source in sources if not all(map(_fusible, _sources(source) if _is_view(source) else [source]))
         ]
     if not node.target._schema.returns:
-        mutated = _mutated(node)
-        sources = [source for source in sources if source not in mutated]
+        written = written_by(node)
+        sources = [source for source in sources if source not in written]
     return sum(_size(_tensors(source.meta.get("val"))) for source in sources)
 
 
@@ -217,15 +218,9 @@ def _bytes_written(node: fx.Node, inside: bool) -> int:
 def _written(node: fx.Node) -> Iterator[Tensor]:
     """A node's results; of an operator that returns nothing, the arguments that it writes to."""
     if isinstance(node.target, OpOverload) and not node.target._schema.returns:
-        for source in _mutated(node):
+        for source in written_by(node):
             yield from _tensors(source.meta.get("val"))
     yield from _tensors(node.meta.get("val"))
-
-
-def _mutated(node: fx.Node) -> list[fx.Node]:
-    assert isinstance(node.target, OpOverload)
-    arguments = zip(node.target._schema.arguments, node.args, strict=False)
-    return [arg for spec, arg in arguments if spec.alias_info and spec.alias_info.is_write and isinstance(arg, fx.Node)]
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

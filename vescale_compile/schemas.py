@@ -1,0 +1,43 @@
+"""Which of their arguments operators write to or return, as their schemas say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from torch import fx
+from torch._ops import OpOverload
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the node's operator writes to."""
+    return [arg for arg, written in aliasing_arguments(node) if written]
+
+
+def aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
+    """Arguments that the operator's schema marks as aliased, and whether it writes to them."""
+    if not isinstance(node.target, OpOverload):
+        return
+    for position, name, written in _aliased(node.target):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, fx.Node):
+                yield each, written
+
+
+# Schemas are built anew whenever they are asked for, and passes ask of every node many times.
+@functools.cache
+def returns_an_argument(target: OpOverload) -> bool:
+    """Whether the operator's first result is an argument, or a view of one."""
+    returns = target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
+
+
+@functools.cache
+def _aliased(target: OpOverload) -> tuple[tuple[int, str, bool], ...]:
+    """Arguments that the schema marks as aliased: position, name, and whether the operator writes to it."""
+    return tuple(
+        (position, argument.name, argument.alias_info.is_write)
+        for position, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None
+    )
