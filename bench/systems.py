@@ -1,8 +1,8 @@
 """The systems under comparison, each one function: take a model, return its forward, distributed.
 
 All of them train the same module, built from the same seed, with the same optimizer on ``model.parameters()``.
-Each is set up as its own documentation recommends, and those that form units form the same: every decoder layer,
-and the rest (embedding, last norm, output projection).
+Each is set up as its own documentation recommends. Those that form units form every decoder layer, and the rest
+(embedding, last norm, output projection); ours gathers the parts of a layer apart, but as ``vescale-whole-blocks``.
 """
 
 from __future__ import annotations
@@ -89,8 +89,11 @@ def _fsdp2(model: nn.Module, workload: Workload, policy: Policy, *, compiled: bo
 class _Ours:
     """A model compiled by the backend that is measured, and what the compiler said of its graphs."""
 
-    def __init__(self, model: nn.Module, workload: Workload, policy: Policy, *, lowering: str) -> None:
-        vc.fully_shard(model, reshard_after_forward=policy is Policy.RESHARD, mp_policy=workload.mixed_precision)
+    def __init__(
+        self, model: nn.Module, workload: Workload, policy: Policy, *, lowering: str, whole_blocks: bool
+    ) -> None:
+        for part in [*(model.get_submodule("layers").children() if whole_blocks else ()), model]:
+            vc.fully_shard(part, reshard_after_forward=policy is Policy.RESHARD, mp_policy=workload.mixed_precision)
         self.graphs: list[GraphReport] = []
         backend = functools.partial(vescale, options={"lowering": lowering}, on_compiled=self.graphs.append)
         self.compiled = torch.compile(model, backend=backend, dynamic=False)
@@ -102,8 +105,8 @@ class _Ours:
         return max(graph.peak_bytes for graph in self.graphs)
 
 
-def _ours(name: str, lowering: str, *, default: bool = True) -> System:
-    distribute = functools.partial(_Ours, lowering=lowering)
+def _ours(name: str, lowering: str, *, whole_blocks: bool = False, default: bool = True) -> System:
+    distribute = functools.partial(_Ours, lowering=lowering, whole_blocks=whole_blocks)
     return System(name, distribute, SHARDED, planned_bytes=_Ours.planned_bytes, default=default)
 
 
@@ -121,6 +124,7 @@ SYSTEMS = {
         System("simplefsdp", functools.partial(simple_fsdp, bucketed=False), SHARDED, family="simplefsdp"),
         System("simplefsdp-bucketed", functools.partial(simple_fsdp, bucketed=True), SHARDED, family="simplefsdp"),
         _ours(OURS, "inductor"),
+        _ours("vescale-whole-blocks", "inductor", whole_blocks=True, default=False),
         _ours("vescale-eager-lowering", "eager", default=False),
     )
 }

@@ -60,10 +60,12 @@ class Lane:
 
     @property
     def hidden(self) -> float:
-        """Of what could be hidden, communication beneath computation or the other way round, the share that is."""
+        """Of what could be hidden, communication beneath computation or the other way round, the share that is; all of
+        nothing."""
         # Predicted gathers and reductions share the wire.
         busy, wire = merged([*self.computation, *self.optimizer]), merged(self.wire)
-        return _overlap(busy, wire) / min(_total(busy), _total(wire))
+        shorter = min(_total(busy), _total(wire))
+        return _overlap(busy, wire) / shorter if shorter else 1.0
 
 
 def main() -> int:

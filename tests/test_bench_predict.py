@@ -77,6 +77,7 @@ def test_what_is_hidden_is_the_share_of_the_shorter_that_lies_beneath_the_longer
     lane = Lane("ours", 10.0, [(0.0, 1.0), (2.0, 4.0)], [(0.5, 3.0), (3.5, 9.0)], optimizer=[(9.0, 10.0)])
     assert lane.hidden == pytest.approx((0.5 + 1.0 + 0.5) / 4.0)
     assert Lane("apart", 2.0, [(0.0, 1.0)], [(1.0, 2.0)]).hidden == 0.0
+    assert Lane("nothing on the wire", 2.0, [(0.0, 2.0)], []).hidden == 1.0
     assert Lane("twice on the wire", 3.0, [(0.0, 2.0)], [(1.0, 3.0), (0.5, 2.5)]).hidden == 0.75
 
 
