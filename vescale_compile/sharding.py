@@ -45,7 +45,7 @@ def fully_shard(
     becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together, but for two
     cases. One that has units inside has a buffer, and a gather, for what stands before each of them and after (an
     embedding and a head), if that is a mebibyte or more. And an element of a list has one for each module directly
-    inside it (attention and feed-forward, say) that has a quarter of its bytes or more, and a mebibyte, so that the
+    inside it (attention and feed-forward, say) that has a fifth of its bytes or more, and a mebibyte, so that the
     second is gathered while the first is computed; call ``fully_shard`` on the elements to gather each at once.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``

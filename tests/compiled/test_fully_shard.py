@@ -80,7 +80,7 @@ def test_parts_of_a_block_have_a_buffer_each_and_what_is_small_stays_with_the_fi
     }
 
 
-def test_a_part_of_less_than_a_quarter_of_its_block_stays_with_the_first():
+def test_a_part_of_less_than_a_fifth_of_its_block_stays_with_the_first():
     assert buffers_of_layer(layer_of(512, 1024, 256)) == {
         "0#0": {"norm.weight", "norm.bias", "part0.weight", "part2.weight"},
         "0#1": {"part1.weight"},
