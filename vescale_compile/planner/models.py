@@ -1,6 +1,7 @@
 """Shapes of published models in units as ``fully_shard`` groups them: each layer, and what stands before and after.
 
-But for the dense layers of DeepSeek-V3 and Kimi-K2, whose attention and feed-forward it gathers apart; here they are one unit.
+But for the dense layers of DeepSeek-V3 and Kimi-K2, whose attention and feed-forward it gathers apart; here they are
+one unit.
 
 Sources, read as ``torch.nn`` shapes (a linear layer from ``in`` to ``out`` is ``(out, in)``):
 
