@@ -2,7 +2,7 @@
 
 All of them train the same module, built from the same seed, with the same optimizer on ``model.parameters()``.
 Each is set up as its own documentation recommends. Those that form units form every decoder layer, and the rest
-(embedding, last norm, output projection); ours gathers the parts of a layer apart, but as ``vescale-whole-blocks``.
+(embedding, last norm, output projection); ours gathers the parts of a layer apart, except as ``vescale-whole-blocks``.
 """
 
 from __future__ import annotations

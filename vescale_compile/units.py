@@ -10,7 +10,7 @@ from torch import nn
 
 from .ragged.dtensor import RaggedDTensor
 
-_LEAST_BYTES = 1 << 20  # of a run: a collective of less takes as long as one of nothing, or nearly
+_LEAST_BYTES = 1 << 20  # of a run, or a part: a collective of less takes as long as one of nothing, or nearly
 _LEAST_SHARE = 0.2  # of a block that a part must have: cutting less off leaves a gather nearly as long
 
 
