@@ -1,0 +1,134 @@
+"""Which parameters make a unit, and which of them share a buffer."""
+
+import models
+from ranks import fake_world, on_ranks
+from torch import nn
+
+import vescale_compile as vc
+from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.sharded_module import buffers_in
+
+
+def unit_names(module: nn.Module) -> list[str]:
+    return sorted(buffer.name for buffer in buffers_in(module))
+
+
+@on_ranks(2)
+def test_called_on_the_root_each_element_of_a_module_list_is_a_unit_and_the_rest_another():
+    model = vc.fully_shard(models.build(models.Uneven))
+    assert unit_names(model) == ["(root)", "layers.0", "layers.1"]
+
+
+@on_ranks(2)
+def test_elements_of_a_list_in_a_list_are_units():
+    model = nn.Sequential(nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Linear(2, 2)]))
+    assert unit_names(vc.fully_shard(model)) == ["0.0.0", "0.0.1", "0.1"]
+
+
+@on_ranks(2)
+def test_called_on_blocks_and_then_on_the_root_each_call_makes_a_unit():
+    model = models.build(models.Uneven)
+    vc.fully_shard(model.layers[0])
+    assert vc.fully_shard(model) is model
+    assert len(unit_names(model)) == 2
+    rest = next(buffer for buffer in buffers_in(model) if "embed.weight" in {slot.name for slot in buffer.slots})
+    assert "layers.1.up.weight" in {slot.name for slot in rest.slots}
+
+
+@on_ranks(2)
+def test_units_and_parameters_have_the_names_of_the_outermost_module():
+    model = models.build(models.Uneven)
+    for layer in model.layers:
+        vc.fully_shard(layer)
+    vc.fully_shard(model)
+    assert unit_names(model) == ["(root)", "layers.0", "layers.1"]
+    names = {slot.name for buffer in buffers_in(model) for slot in buffer.slots}
+    assert names == {name for name, _ in model.named_parameters()}
+
+
+@on_ranks(2)
+def test_dtypes_and_frozen_parameters_have_buffers_of_their_own():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    model[0].bias.requires_grad_(False)
+    vc.fully_shard(model)
+    contents = {frozenset(slot.name for slot in buffer.slots) for buffer in buffers_in(model)}
+    assert contents == {frozenset({"0.weight"}), frozenset({"0.bias"}), frozenset({"1.weight", "1.bias"})}
+
+
+def test_what_stands_before_and_after_the_units_inside_has_a_buffer_each():
+    with fake_world(2):
+        model = vc.fully_shard(models.build(models.many_words))
+        assert unit_names(model) == ["(root)#0", "(root)#1", "layers.0", "layers.1"]
+        contents = {buffer.name: [slot.name for slot in buffer.slots] for buffer in buffers_in(model)}
+    assert contents["(root)#0"] == ["embedding.weight"]
+    assert sorted(contents["(root)#1"]) == ["head.weight", "norm.weight"]
+
+
+def test_a_tied_embedding_and_head_are_one_parameter_in_one_buffer():
+    with fake_world(2):
+        tied = Llama(LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=8192, tie_embeddings=True))
+        assert unit_names(vc.fully_shard(tied)) == ["(root)", "layers.0", "layers.1"]
+
+
+def test_units_of_earlier_calls_part_what_stands_before_and_after_them_too():
+    with fake_world(2):
+        model = models.build(models.many_words)
+        for layer in model.layers:
+            vc.fully_shard(layer)
+        assert unit_names(vc.fully_shard(model)) == ["(root)#0", "(root)#1", "layers.0", "layers.1"]
+
+
+def layer_of(*rows: int) -> nn.Sequential:
+    """A norm, and parts of so many rows of 4 KiB."""
+    layer = nn.Sequential()
+    layer.norm = nn.LayerNorm(1024)
+    for index, count in enumerate(rows):
+        layer.add_module(f"part{index}", nn.Linear(1024, count, bias=False))
+    return layer
+
+
+def buffers_of_layer(layer: nn.Module) -> dict[str, set[str]]:
+    """What each buffer holds where the layer is the only element of a list."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer])
+    with fake_world(2):
+        buffers = buffers_in(vc.fully_shard(model))
+    return {
+        buffer.name.removeprefix("layers."): {slot.name.removeprefix("layers.0.") for slot in buffer.slots}
+        for buffer in buffers
+    }
+
+
+def test_parts_of_a_block_have_a_buffer_each_and_what_is_small_stays_with_the_first():
+    assert buffers_of_layer(layer_of(256, 512)) == {
+        "0#0": {"norm.weight", "norm.bias", "part0.weight"},
+        "0#1": {"part1.weight"},
+    }
+
+
+def test_a_part_of_less_than_a_fifth_of_its_block_stays_with_the_first():
+    assert buffers_of_layer(layer_of(512, 1024, 256)) == {
+        "0#0": {"norm.weight", "norm.bias", "part0.weight", "part2.weight"},
+        "0#1": {"part1.weight"},
+    }
+
+
+def test_parts_of_less_than_a_mebibyte_share_a_buffer():
+    assert list(buffers_of_layer(layer_of(255, 255))) == ["0"]
+
+
+def test_what_a_block_lists_are_its_parts():
+    layer = nn.Sequential()
+    layer.parts = nn.ModuleList(nn.Linear(1024, 512, bias=False) for _ in range(2))
+    assert buffers_of_layer(layer) == {"0#0": {"parts.0.weight"}, "0#1": {"parts.1.weight"}}
+
+
+def test_a_parameter_that_two_parts_share_has_one_buffer():
+    layer = layer_of(512, 512)
+    layer.part1.weight = layer.part0.weight
+    assert list(buffers_of_layer(layer)) == ["0"]
+
+
+def test_a_block_that_fully_shard_is_called_on_has_one_buffer():
+    with fake_world(2):
+        assert len(buffers_in(vc.fully_shard(layer_of(256, 512)))) == 1
