@@ -21,6 +21,7 @@ from ..schedule import (
     TaskGraph,
     check_budget,
     find_schedule,
+    launched_early,
     least_peak,
     simulate,
     synchronous_schedule,
@@ -68,14 +69,14 @@ def _schedule(
 ) -> Scheduled:
     """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large: while they
     exceed the budget, the schedule gets less. And slots of one unit's size may be of no use to another's: what fits as
-    bytes but not as slots may fit if nothing overlaps."""
+    bytes but not as slots may fit if nothing overlaps, or if launches are not as early as they could be."""
     assert context.part is not None
     least = least_peak(tasks)
     budget = context.memory_budget
     if budget is None:
         budget = max([least + room_ahead(tasks), *(other.allowance for other in others)])
 
-    def excess_of(found: Scheduled) -> int:
+    def excess_with(found: Scheduled) -> int:
         _move(graph, found.schedule, collectives, segments)
         _place_carried(graph)
         return _planned_bytes(graph, context, others) - budget
@@ -83,14 +84,20 @@ def _schedule(
     limit = max(budget, least)
     for _ in range(_ATTEMPTS):
         found = find_schedule(tasks, limit)
-        excess = excess_of(found)
+        excess = excess_with(found)
         if excess <= 0 or limit == least:
             break
         limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
     if excess > 0 and context.memory_budget is not None:
         found = synchronous_schedule(tasks)
-        if excess_of(found) > 0:
+        excess = excess_with(found)
+        if excess > 0:
             _refuse(tasks, context)
+    early = launched_early(tasks, found.schedule)
+    earlier = Scheduled(early, simulate(tasks, early), found.bound)
+    if excess_with(earlier) <= excess:
+        return earlier
+    excess_with(found)
     return found
 
 

@@ -49,6 +49,10 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"  # of the ranks, which inherit it
 
+# Of pytest's workers, and of the ranks, which are forked from what imports this. Compilation makes many objects and few
+# cycles, and would spend a twentieth of its time on looking for them.
+gc.set_threshold(20_000)
+
 # One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
 # seconds.
 _context = get_context("forkserver")

@@ -1,0 +1,87 @@
+"""Launches as early as inputs, their order and the peak allow."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_graphs import any_graphs, sharded_steps
+
+from vescale_compile.schedule import (
+    Compute,
+    Launch,
+    Run,
+    Schedule,
+    TaskGraph,
+    Transfer,
+    Wait,
+    find_schedule,
+    launched_early,
+    least_peak,
+    simulate,
+)
+
+NEVER_AHEAD = (Launch((0,)), Wait((0,)), Run(0), Launch((1,)), Wait((1,)), Run(1))
+
+
+def two_gathers(*live_bytes: int, output_bytes: int) -> TaskGraph:
+    return TaskGraph(
+        tuple(Compute(f"task {i}", 1.0, nbytes) for i, nbytes in enumerate(live_bytes)),
+        tuple(Transfer(f"gather {i}", 0.0, 1.0, readers=(i,), output_bytes=output_bytes) for i in range(2)),
+    )
+
+
+def early(graph: TaskGraph, *instructions: Run | Launch | Wait) -> tuple[Run | Launch | Wait, ...]:
+    return launched_early(graph, Schedule(instructions)).instructions
+
+
+def test_what_takes_no_memory_is_launched_at_once_in_the_same_order() -> None:
+    graph = two_gathers(10, 10, output_bytes=0)
+    assert early(graph, *NEVER_AHEAD) == (Launch((0,)), Launch((1,)), Wait((0,)), Run(0), Wait((1,)), Run(1))
+
+
+@pytest.mark.parametrize(("room", "ahead"), [(4, False), (5, True)])
+def test_what_takes_memory_is_launched_where_the_peak_has_room_for_it(room: int, ahead: bool) -> None:
+    graph = two_gathers(10, 10 + room, output_bytes=5)
+    instructions = early(graph, *NEVER_AHEAD)
+    assert (instructions.index(Launch((1,))) < instructions.index(Run(0))) == ahead
+    assert simulate(graph, Schedule(instructions)).peak_bytes == 15 + room
+
+
+def test_several_that_there_is_room_for_one_by_one_do_not_share_it() -> None:
+    compute = tuple(Compute(f"task {i}", 1.0, nbytes) for i, nbytes in enumerate((10, 10, 16)))
+    gathers = tuple(Transfer(f"gather {i}", 0.0, 1.0, readers=(i,), output_bytes=5) for i in range(3))
+    graph = TaskGraph(compute, gathers)
+    synchronous = [step for i in range(3) for step in (Launch((i,)), Wait((i,)), Run(i))]
+    assert early(graph, *synchronous) == (
+        *(Launch((0,)), Launch((1,)), Wait((0,)), Run(0)),
+        *(Launch((2,)), Wait((1,)), Run(1), Wait((2,)), Run(2)),
+    )
+
+
+def test_a_reduction_is_launched_when_its_gradients_have_been_written_and_not_before() -> None:
+    graph = TaskGraph(
+        tuple(Compute(f"task {i}", 1.0) for i in range(3)), (Transfer("reduce", 0.0, 1.0, writers=(0, 1)),)
+    )
+    assert early(graph, Run(0), Run(1), Run(2), Launch((0,)), Wait((0,))) == (
+        *(Run(0), Run(1), Launch((0,))),
+        *(Run(2), Wait((0,))),
+    )
+
+
+def launches(schedule: Schedule) -> list[tuple[int, ...]]:
+    return [placement.transfers for placement in schedule.placements]
+
+
+@given(any_graphs(), st.integers(0, 12))
+def test_order_and_peak_stay_and_no_launch_is_later(graph: TaskGraph, room: int) -> None:
+    found = find_schedule(graph, least_peak(graph) + room).schedule
+    moved = launched_early(graph, found)
+    assert launches(moved) == launches(found)
+    assert simulate(graph, moved).peak_bytes == simulate(graph, found).peak_bytes
+    assert all(now.launch <= then.launch for now, then in zip(moved.placements, found.placements, strict=True))
+    assert launched_early(graph, moved) == moved
+
+
+@given(sharded_steps(3), st.integers(0, 12))
+def test_on_one_lane_nothing_ends_later(graph: TaskGraph, room: int) -> None:
+    found = find_schedule(graph, least_peak(graph) + room)
+    assert simulate(graph, launched_early(graph, found.schedule)).makespan <= found.timeline.makespan
