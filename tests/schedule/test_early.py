@@ -18,6 +18,7 @@ from vescale_compile.schedule import (
     least_peak,
     simulate,
 )
+from vescale_compile.schedule.early import IN_FLIGHT
 
 NEVER_AHEAD = (Launch((0,)), Wait((0,)), Run(0), Launch((1,)), Wait((1,)), Run(1))
 
@@ -33,7 +34,7 @@ def early(graph: TaskGraph, *instructions: Run | Launch | Wait) -> tuple[Run | L
     return launched_early(graph, Schedule(instructions)).instructions
 
 
-def test_what_takes_no_memory_is_launched_at_once_in_the_same_order() -> None:
+def test_what_takes_no_memory_is_launched_ahead_in_the_same_order() -> None:
     graph = two_gathers(10, 10, output_bytes=0)
     assert early(graph, *NEVER_AHEAD) == (Launch((0,)), Launch((1,)), Wait((0,)), Run(0), Wait((1,)), Run(1))
 
@@ -65,6 +66,20 @@ def test_a_reduction_is_launched_when_its_gradients_have_been_written_and_not_be
         *(Run(0), Run(1), Launch((0,))),
         *(Run(2), Wait((0,))),
     )
+
+
+def test_of_what_could_be_launched_at_once_a_few_are_in_flight() -> None:
+    count = 9
+    compute = tuple(Compute(f"task {i}", 1.0) for i in range(count))
+    graph = TaskGraph(compute, tuple(Transfer(f"gather {i}", 0.0, 1.0, readers=(i,)) for i in range(count)))
+    synchronous = [step for i in range(count) for step in (Launch((i,)), Wait((i,)), Run(i))]
+    instructions = early(graph, *synchronous)
+    assert instructions[: IN_FLIGHT + 2] == (
+        *(Launch((i,)) for i in range(IN_FLIGHT)),
+        Wait((0,)),
+        Launch((IN_FLIGHT,)),
+    )
+    assert simulate(graph, Schedule(instructions)).most_in_flight == IN_FLIGHT
 
 
 def launches(schedule: Schedule) -> list[tuple[int, ...]]:

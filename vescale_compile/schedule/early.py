@@ -2,7 +2,8 @@
 
 The list scheduler launches what keeps a wire busy by prediction. Where computation takes longer than predicted, or the
 wire less, the next launch comes late and the wire rests; and messages of gloo that are launched while one is in flight
-rest for as long as both sides take to learn of them, which goes unseen with another in between.
+rest for as long as both sides take to learn of them, which goes unseen with others in between. With a few in flight
+neither shows, and more would only put their copies before the first computation.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 from vescale_compile.schedule.program import Launch, Run, Schedule
 
+IN_FLIGHT = 4
+"""No launch is moved to where as many collectives are in flight."""
+
 
 def launched_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
-    """``schedule`` with every launch as early as its inputs, the order of launches and the peak of memory allow."""
-    levels = _levels(graph, schedule)
+    """``schedule`` with launches as early as inputs, their order, the peak of memory and what is in flight allow."""
+    levels, flying = _taken(graph, schedule)
     most = max(levels)
     program = list(schedule.instructions)
     for index, instruction in enumerate(program):
@@ -25,22 +29,26 @@ def launched_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
         taken = sum(part.output_bytes + part.scratch_bytes for part in parts)
         written = Run(max(part.ready for part in parts) - 1)
         place = index
-        while place > 0 and levels[place - 1] + taken <= most:
+        while place > 0 and levels[place - 1] + taken <= most and flying[place - 1] < IN_FLIGHT:
             before = program[place - 1]
             if isinstance(before, Launch) or before == written:
                 break
             place -= 1
-        passed = [level + taken for level in levels[place:index]]
-        levels[place : index + 1] = [passed[0] if passed else levels[index], *passed]
+        if place == index:
+            continue
         program.insert(place, program.pop(index))
+        levels[place : index + 1] = [level + taken for level in (levels[place], *levels[place:index])]
+        flying[place : index + 1] = [count + 1 for count in (flying[place] - 1, *flying[place:index])]
     return Schedule(tuple(program), schedule.kept)
 
 
-def _levels(graph: TaskGraph, schedule: Schedule) -> list[int]:
-    """The most bytes that are live while each instruction runs, or just before."""
-    machine, levels = Machine(Lifetimes(graph, schedule.kept)), []
+def _taken(graph: TaskGraph, schedule: Schedule) -> tuple[list[int], list[int]]:
+    """While each instruction runs: the most bytes that are live, or were just before, and the collectives in flight."""
+    machine = Machine(Lifetimes(graph, schedule.kept))
+    levels, flying = [], []
     for instruction in schedule.instructions:
+        flying.append(len(machine.outstanding))
         machine.peak = machine.held + graph.live_before(machine.position)
         machine.execute(instruction)
         levels.append(machine.peak)
-    return levels
+    return levels, flying
