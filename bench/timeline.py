@@ -97,9 +97,10 @@ def main() -> int:
     setting = f"{args.model}, {args.policy}, {args.seq} tokens, two hosts, {args.wire}/s between them; rank 0"
     draw(lanes, setting).savefig(args.out, dpi=150)
     for lane in lanes:
+        computation, busy = (1e3 * _total(merged(spans)) for spans in (lane.computation, lane.wire))
         print(
-            f"{lane.name}: {1e3 * lane.seconds:.0f} ms, computation {1e3 * _total(lane.computation):.0f} ms, "
-            f"wire busy {1e3 * _total(lane.wire):.0f} ms, {100 * lane.hidden:.0f} % of the shorter beneath the longer"
+            f"{lane.name}: {1e3 * lane.seconds:.0f} ms, computation {computation:.0f} ms, wire busy {busy:.0f} ms, "
+            f"{100 * lane.hidden:.0f} % of the shorter beneath the longer"
         )
     print(f"wrote {args.out}")
     return 0
