@@ -93,10 +93,10 @@ def _schedule(
         excess = excess_with(found)
         if excess > 0:
             _refuse(tasks, context)
-    early = launched_early(tasks, found.schedule)
-    earlier = Scheduled(early, simulate(tasks, early), found.bound)
-    if excess_with(earlier) <= excess:
-        return earlier
+    schedule = launched_early(tasks, found.schedule)
+    early = Scheduled(schedule, simulate(tasks, schedule), found.bound)
+    if excess_with(early) <= excess:
+        return early
     excess_with(found)
     return found
 

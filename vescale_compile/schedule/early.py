@@ -9,6 +9,7 @@ neither shows, and more would only put their copies before the first computation
 from __future__ import annotations
 
 from vescale_compile.schedule.graph import TaskGraph
+from vescale_compile.schedule.jobs import job_of
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 from vescale_compile.schedule.program import Launch, Run, Schedule
@@ -25,20 +26,18 @@ def launched_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
     for index, instruction in enumerate(program):
         if not isinstance(instruction, Launch):
             continue
-        parts = [graph.transfers[transfer] for transfer in instruction.transfers]
-        taken = sum(part.output_bytes + part.scratch_bytes for part in parts)
-        written = Run(max(part.ready for part in parts) - 1)
+        job = job_of(graph, instruction.transfers)
         place = index
-        while place > 0 and levels[place - 1] + taken <= most and flying[place - 1] < IN_FLIGHT:
+        while place > 0 and levels[place - 1] + job.taken_bytes <= most and flying[place - 1] < IN_FLIGHT:
             before = program[place - 1]
-            if isinstance(before, Launch) or before == written:
+            if isinstance(before, Launch) or before == Run(job.ready - 1):
                 break
             place -= 1
         if place == index:
             continue
         program.insert(place, program.pop(index))
-        levels[place : index + 1] = [level + taken for level in (levels[place], *levels[place:index])]
-        flying[place : index + 1] = [count + 1 for count in (flying[place] - 1, *flying[place:index])]
+        levels[place : index + 1] = [level + job.taken_bytes for level in (levels[place], *levels[place:index])]
+        flying[place : index + 1] = [flying[place], *(count + 1 for count in flying[place:index])]
     return Schedule(tuple(program), schedule.kept)
 
 

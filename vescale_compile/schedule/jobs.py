@@ -59,7 +59,7 @@ def make_jobs(lifetimes: Lifetimes, grouping: Grouping) -> tuple[Job, ...]:
     groups = [tuple(index for index in group if index not in kept) for group in grouping]
     grouped = {index for group in groups for index in group}
     groups += [(index,) for index in range(len(graph.transfers)) if index not in kept and index not in grouped]
-    return tuple(sorted((_job(graph, group) for group in groups if group), key=lambda job: job.order))
+    return tuple(sorted((job_of(graph, group) for group in groups if group), key=lambda job: job.order))
 
 
 def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tuple[int, ...]]:
@@ -105,7 +105,8 @@ def _one_by_one(machine: Machine, jobs: Sequence[Job]) -> None:
         machine.wait(job.transfers)
 
 
-def _job(graph: TaskGraph, group: tuple[int, ...]) -> Job:
+def job_of(graph: TaskGraph, group: tuple[int, ...]) -> Job:
+    """The collective that these transfers, by their indices, make together."""
     parts = [graph.transfers[index] for index in group]
     deadlines = [len(graph.compute) if part.deadline is None else part.deadline for part in parts]
     return Job(
