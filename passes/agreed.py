@@ -17,8 +17,7 @@ Units = frozenset[int]
 
 def agreed_units(kept: Units, carried: Units, context: CompileContext) -> tuple[Units, Units]:
     """The units to keep for the backward, and those whose gather is launched for it in the forward."""
-    decided = context.decide(_question("units", context), json.dumps([sorted(kept), sorted(carried)]))
-    first, second = json.loads(decided)
+    first, second = json.loads(_decided("units", json.dumps([sorted(kept), sorted(carried)]), context))
     return frozenset(first), frozenset(second)
 
 
@@ -28,7 +27,7 @@ def agreed_schedule(schedule: Schedule, tasks: TaskGraph, context: CompileContex
     assert context.part is not None
     what = repr((context.part.value, len(tasks.compute), places, sorted(context.kept), sorted(context.carried)))
     own = [[type(each).__name__, *each] for each in schedule.instructions]
-    decided = json.loads(context.decide(_question(what, context), json.dumps(own)))
+    decided = json.loads(_decided(what, json.dumps(own), context))
     return Schedule(tuple(_instruction(name, operand) for name, operand in decided))
 
 
@@ -38,7 +37,13 @@ def _instruction(name: str, operand: int | list[int]) -> Instruction:
     return Launch(tuple(operand)) if name == Launch.__name__ else Wait(tuple(operand))
 
 
-def _question(what: str, context: CompileContext) -> str:
+def _decided(what: str, own: str, context: CompileContext) -> str:
+    asked = question(what, context)
+    context.decisions[asked] = context.decide(asked, own)
+    return context.decisions[asked]
+
+
+def question(what: str, context: CompileContext) -> str:
     """Names a decision on one program; equal on all ranks, so without the names of groups, of which ranks know only
     their own, and of packings, which hold them. How much is packed stays."""
     units = [

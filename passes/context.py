@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor, fx
@@ -191,6 +191,7 @@ class CompileContext:
         slot_uses: what lies in each of them.
         predictions: each graph's time, by the schedule that was found for it.
         summaries: what is known of each final graph.
+        decisions: the questions that were put to ``decide``, and what holds.
         part: which graph the partitioned passes are working on.
     """
 
@@ -214,6 +215,7 @@ class CompileContext:
     slot_uses: dict[Part, tuple[SlotUse, ...]] = field(default_factory=dict)
     predictions: dict[Part, Prediction] = field(default_factory=dict)
     summaries: dict[Part, Summary] = field(default_factory=dict)
+    decisions: dict[str, str] = field(default_factory=dict)
     part: Part | None = None
 
     @property
@@ -221,10 +223,25 @@ class CompileContext:
         """Of all units, on this rank."""
         return sum(unit.shard_bytes for unit in self.units)
 
+    def found(self) -> dict[str, Any]:
+        """What passes have found out, by field: all that a compilation of an equal graph would find again."""
+        return {name: getattr(self, name) for name in _FOUND}
+
+    def resume(self, found: Mapping[str, Any]) -> None:
+        """Goes on from what the passes of an equal compilation have found."""
+        for name in _FOUND:
+            setattr(self, name, found[name])
+
     def reshards(self, unit: int) -> bool:
         """Whether a unit is gathered again in the backward, by its ordinal."""
         return self.units[unit].reshard_after_forward and unit not in self.kept
 
+
+_FOUND = tuple(
+    each.name
+    for each in fields(CompileContext)
+    if (each.default is not MISSING or each.default_factory is not MISSING) and each.name != "part"
+)
 
 PassFn = Callable[[fx.GraphModule, CompileContext], None]
 

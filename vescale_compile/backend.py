@@ -3,7 +3,8 @@
 Dynamo hands over a graph in which every use of a sharded parameter is one call of ``unshard_param``. The
 compilation is a straight line: capture → passes on the captured graph → AOTAutograd, with passes on the joint
 graph, the partitioner, and passes on its two halves → lowering → agreement of all ranks. What comes out is a
-function of flat shards; :class:`CompiledGraph` calls it with the shards of the parameters it is given.
+function of flat shards; :class:`CompiledGraph` calls it with the shards of the parameters it is given. Where
+AOTAutograd's cache has what another process compiled, only capture and agreement are left (``warm_start.py``).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from .torch_internals import (
     inductor_compile_inner,
     run_boxed,
 )
+from .warm_start import WarmStart, cacheable_functions, identify
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +117,9 @@ def _lower_inductor(
 ) -> Callable[..., Any]:
     context = captured.context  # not the capture: what is compiled must not keep the model's buffers
     on_cpu = generate_code and any(unit.shard.device.type == "cpu" for unit in context.units)
-    examination = examined_cpu() if on_cpu else None
+    warm_start = WarmStart(context, add_slots, examined_cpu() if on_cpu else None)
+    cached = generate_code and not dump.active
+    identify(captured.gm, context, inputs)
 
     def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
@@ -126,25 +130,26 @@ def _lower_inductor(
         forget_mutation_regions(gm.graph)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]
-        if examination is not None:
-            examination.join()
         with lowered_once(gm, examples, deadline):
-            return add_slots(inductor_compile_inner(gm, examples, **kwargs), slots)
+            return warm_start.keep(functools.partial(inductor_compile_inner, gm, examples, **kwargs), part)
 
-    return inductor_compile(
-        captured.gm,
-        inputs,
-        inner_compile=compile_part,
-        config_patches={
-            "custom_partitioner_fn": _partitioner(captured.context, dump),
-            # The schedule is ours: what reads a slot must not move behind its next launch.
-            "post_grad_custom_post_pass": KeptOrder(ordered_nodes),
-            "reorder_for_peak_memory": False,
-            "reorder_for_locality": False,
-            # It copies gathered weights into padded ones, where this rank has found that faster by trying.
-            "shape_padding": False,
-        },
-    )
+    with warm_start.compiling():
+        return inductor_compile(
+            captured.gm,
+            inputs,
+            inner_compile=compile_part,
+            cached=cached,
+            config_patches={
+                "custom_partitioner_fn": _partitioner(captured.context, dump),
+                # The schedule is ours: what reads a slot must not move behind its next launch.
+                "post_grad_custom_post_pass": KeptOrder(ordered_nodes),
+                "reorder_for_peak_memory": False,
+                "reorder_for_locality": False,
+                # It copies gathered weights into padded ones, where this rank has found that faster by trying.
+                "shape_padding": False,
+                "unsafe_marked_cacheable_functions": cacheable_functions(),
+            },
+        )
 
 
 def _lower_eager(
@@ -192,7 +197,7 @@ def _compile_unsharded(
     if not anything_sharded():
         _warn_unsharded()
     if options.lowering == "inductor" and generate_code:
-        return inductor_compile(gm, inputs)
+        return inductor_compile(gm, inputs, cached=generate_code)
     return aot_compile(gm, inputs, forward=_run_as_is, backward=_run_as_is, inference=_run_as_is)
 
 

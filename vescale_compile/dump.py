@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import fx
 
 from .passes.context import comm_of
-from .torch_internals import show_graph
+from .torch_internals import show_graph, shows_graphs
 
 VARIABLE = "VESCALE_DUMP"
 _compilations = itertools.count()
@@ -28,6 +28,11 @@ class GraphDump:
         self._folder = Path(root) / f"rank{rank}" / f"compile{next(_compilations)}" if root else None
         self._ordinals = itertools.count()
         self._on_final = on_final
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody wants to see the graphs."""
+        return self._folder is not None or self._on_final is not None or shows_graphs()
 
     def write(self, name: str, gm: fx.GraphModule, *, stage: str) -> None:
         show_graph(f"vescale {stage} {name}", gm)

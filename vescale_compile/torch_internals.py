@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,9 +128,14 @@ def inductor_compile(
     example_inputs: Sequence[Any],
     inner_compile: Callable[..., Any] | None = None,
     config_patches: dict[str, Any] | None = None,
+    *,
+    cached: bool,
 ) -> CompiledGraph:
-    """Inductor on a Dynamo graph. ``inner_compile`` sees each partitioned graph before Inductor lowers it."""
-    with _eager_backward_lowering():
+    """Inductor on a Dynamo graph. ``inner_compile`` sees each partitioned graph before Inductor lowers it.
+
+    ``cached`` lets AOTAutograd's cache, where the user has it on, stand in front of all this.
+    """
+    with _eager_backward_lowering(), nullcontext() if cached else _without_autograd_cache():
         return _compile_fx.compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,
@@ -153,7 +159,7 @@ def aot_compile(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = min_cut_rematerialization_partition,
 ) -> CompiledGraph:
     """AOTAutograd with our compilers. The public ``aot_module_simplified`` lacks Dynamo's bookkeeping."""
-    with _eager_backward_lowering():
+    with _eager_backward_lowering(), _without_autograd_cache():
         return _aot_autograd(
             fw_compiler=forward,
             bw_compiler=backward,
@@ -300,10 +306,13 @@ def never_start_tracing_at(function: Callable[..., Any]) -> None:
 
 
 def _eager_backward_lowering() -> AbstractContextManager[None]:
-    """The backward is lowered with the forward, so that it is verified before anything runs; and AOTAutograd's own
-    cache is off, because a hit would leave out the passes on the joint graph. Inductor's caches stay on.
-    """
-    return torch._functorch.config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
+    """The backward is lowered with the forward, so that it is verified before anything runs."""
+    return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+
+
+def _without_autograd_cache() -> AbstractContextManager[None]:
+    """A hit in AOTAutograd's cache leaves out all passes. Inductor's caches stay on."""
+    return torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
 
 
 def honor_torch_dispatch(subclass: type[torch.Tensor]) -> None:
@@ -322,6 +331,12 @@ def honor_torch_dispatch(subclass: type[torch.Tensor]) -> None:
         return registered(self, torch_dispatch_class) or (own if torch_dispatch_class is subclass else None)
 
     GenericTorchDispatchRuleHolder.find = find  # type: ignore[method-assign]
+
+
+def shows_graphs() -> bool:
+    """Whether depyf has replaced the function that :func:`show_graph` calls, by the code of its own."""
+    shown = torch._dynamo.utils.lazy_format_graph_code  # type: ignore[attr-defined]
+    return "depyf" in Path(shown.__code__.co_filename).parts
 
 
 def show_graph(name: str, gm: fx.GraphModule) -> None:

@@ -1,0 +1,237 @@
+"""A second process finds what a first has compiled, without passes or code generation, and goes on as if it had."""
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import models
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from ranks import on_ranks, run_on_ranks
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch.distributed.device_mesh import DeviceMesh
+
+import vescale_compile as vc
+from vescale_compile.backend import vescale
+from vescale_compile.compiled import check_agreement
+from vescale_compile.passes import summarize
+from vescale_compile.passes.context import CompileContext, Part
+from vescale_compile.passes.summary import Summary
+from vescale_compile.report import GraphReport
+from vescale_compile.runtime import agreement
+
+ODD = 1  # the rank that differs
+BOTH = [Part.FORWARD, Part.BACKWARD]
+ALL = [*BOTH, Part.INFERENCE]
+QUANTIZED = {"quantize": vc.BlockInt8(block=16), "quantize_gradients": vc.BlockInt8(block=16)}
+
+
+@contextmanager
+def cache_in(folder: str) -> Iterator[None]:
+    """AOTAutograd's cache; Inductor's stays where it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AOTAutogradCache, "_get_tmp_dir", classmethod(lambda cls: folder))
+        yield
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """For this rank alone."""
+    with tempfile.TemporaryDirectory() as folder, cache_in(folder):
+        yield
+
+
+@contextmanager
+def passes() -> Iterator[list[Part]]:
+    """The graphs that went through the passes inside, where compilers remember nothing from before."""
+    torch._dynamo.reset()
+    ran: list[Part] = []
+
+    def summarized(graph: fx.Graph, context: CompileContext) -> Summary:
+        ran.append(context.part)
+        return summarize(graph, context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vescale_compile.backend.summarize", summarized)
+        yield ran
+
+
+def trained(cluster=None, **shard_options) -> tuple[list[float], dict, list]:
+    """Losses, parameters and reports of a model that is trained for two steps, and evaluated."""
+    model = vc.fully_shard(models.build(models.Uneven), **shard_options)
+    reports: list[GraphReport] = []
+    options = {"cluster": cluster}
+    call = torch.compile(model, backend=functools.partial(vescale, options=options, on_compiled=reports.append))
+    data = models.batches(2, 11)
+    losses = models.train(call, model.parameters(), data)
+    with torch.no_grad():
+        losses.append(call(*data[0]).item())
+    return losses, {name: param.full_tensor() for name, param in model.named_parameters()}, reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shard_options",
+    [{}, {"reshard_after_forward": False, **QUANTIZED}],
+    ids=["resharded", "kept, quantized"],
+)
+@on_ranks(2)
+def test_a_warm_start_trains_and_reports_as_the_cold_one_did(shard_options):
+    with empty_cache():
+        with passes() as ran:
+            losses, params, reports = trained(**shard_options)
+        assert ran == ALL
+        with passes() as ran:
+            warm_losses, warm_params, warm_reports = trained(**shard_options)
+        assert ran == []
+    assert warm_losses == losses
+    assert all(torch.equal(warm_params[name], param) for name, param in params.items())
+    assert warm_reports == reports and len(reports) == 2
+
+
+def losses_and_passes(folder: str) -> tuple[list[float], list[Part]]:
+    with cache_in(folder), passes() as ran:
+        losses, *_ = trained()
+    return losses, ran
+
+
+def test_another_process_finds_what_was_compiled(tmp_path):
+    cold = run_on_ranks(2, losses_and_passes, str(tmp_path))
+    ranks.shut_down()
+    warm = run_on_ranks(2, losses_and_passes, str(tmp_path))
+    assert ALL in [ran for _, ran in cold]
+    assert [ran for _, ran in warm] == [[], []]
+    assert [losses for losses, _ in warm] == [losses for losses, _ in cold]
+
+
+@on_ranks(2)
+def test_what_a_schedule_rests_on_is_part_of_what_is_looked_for():
+    with empty_cache():
+        with passes():
+            trained()
+        for other in ({"cluster": models.SLOW_WIRE}, {"reshard_after_forward": False}):
+            with passes() as ran:
+                trained(**other)
+            assert ran == ALL
+        with passes() as ran:
+            trained(cluster=models.SLOW_WIRE)
+        assert ran == []
+
+
+@on_ranks(2)
+def test_what_another_version_compiled_is_not_found():
+    with empty_cache(), pytest.MonkeyPatch.context() as patch:
+        with passes():
+            trained()
+        patch.setattr("vescale_compile.warm_start.sources", lambda: "another")
+        with passes() as ran:
+            trained()
+    assert ran == ALL
+
+
+@on_ranks(2)
+def test_a_graph_that_is_dynamic_in_the_batch_is_found_for_the_batch_that_it_was_scheduled_for():
+    def run(size: int) -> None:
+        call = torch.compile(vc.fully_shard(models.build(models.Uneven)), backend="vescale", dynamic=True)
+        call(*models.batches(1, 11, shape=(size, 12))[0]).backward()
+
+    with empty_cache():
+        for size, expected in ((2, BOTH), (3, BOTH), (2, [])):
+            with passes() as ran:
+                run(size)
+            assert ran == expected
+
+
+def last_to_decide(decided: dist.Store):
+    """``first_decides`` on a rank that comes to every decision after another one."""
+
+    def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
+        decide = agreement.first_decides(mesh)
+
+        def later(question: str, answer: str) -> str:
+            decided.wait(["by the other rank"])
+            return decide(question, answer)
+
+        return later
+
+    return first_decides
+
+
+@on_ranks(2)
+def test_ranks_that_decide_otherwise_compile_anew():
+    free = replace(models.SLOW_WIRE, within=replace(models.SLOW_WIRE.within, bandwidth=1e15))
+    store, odd = agreement.default_store(), dist.get_rank() == ODD
+
+    def check(*args) -> None:
+        store.set("by the other rank", "")
+        check_agreement(*args)
+
+    with empty_cache(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vescale_compile.capture.cluster_for", lambda *_: models.SLOW_WIRE)
+        with passes():
+            losses, _, cold = trained()
+        patch.setattr(agreement, "default_store", lambda: dist.PrefixStore("another job", store))
+        if odd:
+            patch.setattr("vescale_compile.capture.cluster_for", lambda *_: free)
+            patch.setattr("vescale_compile.backend.check_agreement", check)
+        else:
+            patch.setattr("vescale_compile.capture.first_decides", last_to_decide(store))
+        with passes() as ran:
+            warm_losses, _, warm = trained()
+    assert ran[:2] == BOTH
+    assert warm_losses == losses
+    assert schedules(warm) != schedules(cold)
+
+
+def schedules(reports: list[GraphReport]) -> list[tuple[str, ...]]:
+    return [part.schedule for report in reports for part in report.parts.values()]
+
+
+@on_ranks(2)
+def test_who_wants_to_see_the_graphs_gets_them_from_the_passes(tmp_path):
+    with empty_cache(), pytest.MonkeyPatch.context() as patch:
+        with passes():
+            trained()
+        patch.setenv("VESCALE_DUMP", str(tmp_path))
+        with passes() as ran:
+            trained()
+    assert ran == ALL
+    assert list(tmp_path.glob(f"rank{dist.get_rank()}/*/*-backward-after-verify.py"))
+
+
+@on_ranks(2)
+def test_nothing_is_kept_where_the_user_has_the_cache_off():
+    with empty_cache(), torch._functorch.config.patch(enable_autograd_cache=False):
+        for _ in range(2):
+            with passes() as ran:
+                trained()
+            assert ran == ALL
+
+
+class Bypass(nn.Module):
+    """Its backward has nothing to compute: the parameters see no gradient, the input gets what the output got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            added = self.layers[0](x)
+        return x + added
+
+
+@on_ranks(2)
+def test_a_graph_without_computation_is_compiled_each_time():
+    with empty_cache():
+        for _ in range(2):
+            x = torch.ones(2, 4, requires_grad=True)
+            with passes() as ran:
+                torch.compile(vc.fully_shard(Bypass()), backend="vescale")(x).sum().backward()
+            assert ran == BOTH
+            assert x.grad is not None and torch.equal(x.grad, torch.ones(2, 4))

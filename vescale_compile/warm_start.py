@@ -1,0 +1,172 @@
+"""Warm starts: AOTAutograd's cache keeps what the passes found out together with the code that was generated.
+
+What comes out of that cache was traced, rewritten and verified by the process that put it there. So each lowered graph
+is kept with all that this compilation had found at its end: collectives, slots, schedules, predictions, and what ranks
+had decided together. A process that finds it puts the same questions to the other ranks, and compiles anew where they
+have decided otherwise.
+
+Private names of PyTorch, tried on torch 2.13.0: nothing public stands between AOTAutograd and its cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.aot_autograd_result import BundledOutputCodeLoadable
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+from torch._inductor.output_code import CompiledFxGraph, OutputCode
+
+from .passes.agreed import question
+from .passes.context import CompileContext, Part
+from .runtime.unshard import unshard
+from .torch_internals import size_hint
+
+Boxed = Callable[[list[Any]], Any]
+
+
+class WarmStart:
+    """One compilation's way into the cache and out of it.
+
+    Args:
+        context: of the compilation.
+        add_slots: makes a boxed function of a graph of its own arguments, given one that takes slots too, and those.
+        examination: which must be over before code is loaded; None where there is no need.
+    """
+
+    def __init__(
+        self, context: CompileContext, add_slots: Callable[..., Boxed], examination: threading.Thread | None
+    ) -> None:
+        self.context = context
+        self._add_slots = add_slots
+        self._examination = examination
+        self._found: Mapping[str, Any] | None = None
+
+    def await_examination(self) -> None:
+        if self._examination is not None:
+            self._examination.join()
+
+    def keep(self, lower: Callable[[], Boxed], part: Part) -> KeptGraph:
+        """A graph that ``lower`` lowers, to be called, and to be put in the cache."""
+        self._found = None  # where the cache had another part only
+        self.await_examination()
+        with _bundled(False):  # Inductor's cache is for the other ranks of this host, which lower the graph just now
+            code = lower()
+        return KeptGraph(code, part, self, None, self._add_slots(code, self.context.slots[part]))
+
+    def resume(self, code: Boxed, part: Part, found: Mapping[str, Any]) -> Boxed:
+        """A graph that the cache had, to be called.
+
+        Raises:
+            BypassAOTAutogradCache: the ranks have decided otherwise since; AOTAutograd then goes on without its cache.
+        """
+        for asked, answer in found["decisions"].items():
+            if self.context.decide(asked, answer) != answer:
+                raise BypassAOTAutogradCache("ranks have decided on another schedule than that of the kept graph")
+        self._found = found
+        return self._add_slots(code, found["slots"][part])
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around AOTAutograd; after it the context holds what was found, be it by passes or in the cache."""
+        token = _compiling.set(self)
+        try:
+            # Graphs lie in the cache's entry; otherwise it would refer to Inductor's cache, which has no room for more.
+            with _bundled(True):
+                yield
+        finally:
+            _compiling.reset(token)
+        if self._found is not None:
+            self.context.resume(self._found)
+
+
+def _bundled(bundled: bool) -> AbstractContextManager[None]:
+    return torch._functorch.config.patch(bundled_autograd_cache=bundled)
+
+
+_compiling: ContextVar[WarmStart] = ContextVar("compiling")
+
+
+@dataclass
+class KeptGraph(OutputCode):
+    """A lowered graph, as AOTAutograd calls it and as its cache keeps it.
+
+    Attributes:
+        code: what Inductor made of the graph.
+        part: which graph it is.
+        compilation: that it belongs to; None in the cache.
+        found: what the passes of that compilation had found at its end; None outside the cache.
+        run: ``code`` with its slots; None in the cache.
+    """
+
+    code: Any
+    part: Part
+    compilation: WarmStart | None
+    found: Mapping[str, Any] | None
+    run: Boxed | None
+
+    def __post_init__(self) -> None:
+        self._boxed_call = True
+
+    def __call__(self, inputs: Any) -> Any:
+        assert self.run is not None
+        return self.run(inputs)
+
+    def prepare_for_serialization(self) -> None:
+        """Called on a copy that will be pickled, when all graphs of the compilation have been lowered."""
+        if not isinstance(self.code, CompiledFxGraph):
+            raise BypassAOTAutogradCache("a graph without computation has no generated code to keep")
+        assert self.compilation is not None
+        kept = BundledOutputCodeLoadable(self.code)
+        kept.pre_save()
+        self.code, self.found = kept.result, self.compilation.context.found()
+        self.compilation = self.run = None
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
+        """Called on what was pickled."""
+        assert self.found is not None
+        compilation = _compiling.get()
+        compilation.await_examination()
+        kept = BundledOutputCodeLoadable(self.code)
+        self.code = kept.post_compile(kept.load(example_inputs), graph_kwargs)
+        self.run = compilation.resume(self.code, self.part, self.found)
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        raise AssertionError("Inductor gives its bundle to its own graph")
+
+
+def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any]) -> None:
+    """Adds to a captured graph what its compilation rests on besides: the cache's key holds a graph's attributes.
+
+    Sizes of this batch are part of it, also where the graph is dynamic in them: schedules rest on them.
+    """
+    sizes = [tuple(map(size_hint, each.shape)) if isinstance(each, torch.Tensor) else None for each in inputs]
+    symbols = [size_hint(each) for each in inputs if isinstance(each, torch.SymInt)]
+    gm.__dict__["vescale_identity"] = question(repr((sources(), context.cluster, sizes, symbols)), context)
+
+
+def cacheable_functions() -> dict[str, str]:
+    """What AOTAutograd may keep graphs with, by name: the user's, and the one call of ours in captured graphs."""
+    ours = {f"{unshard.__module__}.{unshard.__qualname__}": sources()}
+    return torch._inductor.config.unsafe_marked_cacheable_functions | ours
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of this package: what another version of it has made is not found."""
+    digest = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(Path(__file__).parent, followlinks=True)):
+        for name in sorted(names):
+            if name.endswith(".py"):
+                digest.update(Path(folder, name).read_bytes())
+    return digest.hexdigest()
