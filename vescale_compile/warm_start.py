@@ -141,9 +141,6 @@ class KeptGraph(OutputCode):
         self.code = kept.post_compile(kept.load(example_inputs), graph_kwargs)
         self.run = compilation.resume(self.code, self.part, self.found)
 
-    def set_triton_bundle(self, triton_bundle: Any) -> None:
-        raise AssertionError("Inductor gives its bundle to its own graph")
-
 
 def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any]) -> None:
     """Adds to a captured graph what its compilation rests on besides: the cache's key holds a graph's attributes.
