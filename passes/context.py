@@ -237,6 +237,7 @@ class CompileContext:
         return self.units[unit].reshard_after_forward and unit not in self.kept
 
 
+# What has a default is for passes to find out; ``part`` says where they are.
 _FOUND = tuple(
     each.name
     for each in fields(CompileContext)

@@ -197,7 +197,7 @@ def _compile_unsharded(
     if not anything_sharded():
         _warn_unsharded()
     if options.lowering == "inductor" and generate_code:
-        return inductor_compile(gm, inputs, cached=generate_code)
+        return inductor_compile(gm, inputs, cached=True)
     return aot_compile(gm, inputs, forward=_run_as_is, backward=_run_as_is, inference=_run_as_is)
 
 

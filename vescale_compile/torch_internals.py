@@ -1,7 +1,8 @@
 """The private PyTorch names that the compiler and the runtime use, in one place. Tried on torch 2.11.0 to 2.13.0.
 
-``ragged/dtensor.py`` names those that a subclass of DTensor needs, ``inductor_order.py`` those that keep an order. Each
-entry says why no public name does. When a PyTorch release breaks something, it breaks here.
+``ragged/dtensor.py`` names those that a subclass of DTensor needs, ``inductor_order.py`` those that keep an order,
+``warm_start.py`` those of AOTAutograd's cache. Each entry says why no public name does. When a PyTorch release breaks
+something, it breaks here.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ is kept with all that this compilation had found at its end: collectives, slots,
 had decided together. A process that finds it puts the same questions to the other ranks, and compiles anew where they
 have decided otherwise.
 
-Private names of PyTorch, tried on torch 2.13.0: nothing public stands between AOTAutograd and its cache.
+Private names of PyTorch, tried on torch 2.11.0 to 2.13.0: nothing public stands between AOTAutograd and its cache.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class WarmStart:
         self._found: Mapping[str, Any] | None = None
 
     def await_examination(self) -> None:
+        """Two threads that examine a CPU at once get it wrong, and look for kernels under other flags."""
         if self._examination is not None:
             self._examination.join()
 

@@ -205,6 +205,18 @@ def test_who_wants_to_see_the_graphs_gets_them_from_the_passes(tmp_path):
 
 
 @on_ranks(2)
+def test_depyf_gets_the_graphs_from_the_passes_too(tmp_path):
+    import depyf
+
+    with empty_cache():
+        with passes():
+            trained()
+        with depyf.prepare_debug(str(tmp_path / f"rank{dist.get_rank()}")), passes() as ran:
+            trained()
+    assert ran == ALL
+
+
+@on_ranks(2)
 def test_nothing_is_kept_where_the_user_has_the_cache_off():
     with empty_cache(), torch._functorch.config.patch(enable_autograd_cache=False):
         for _ in range(2):
