@@ -119,7 +119,8 @@ def _lower_inductor(
     on_cpu = generate_code and any(unit.shard.device.type == "cpu" for unit in context.units)
     warm_start = WarmStart(context, add_slots, examined_cpu() if on_cpu else None)
     cached = generate_code and not dump.active
-    identify(captured.gm, context, inputs)
+    if cached:
+        identify(captured.gm, context, inputs)
 
     def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD

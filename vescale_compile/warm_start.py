@@ -11,8 +11,7 @@ Private names of PyTorch, tried on torch 2.11.0 to 2.13.0: nothing public stands
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
+import glob
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +24,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.aot_autograd_result import BundledOutputCodeLoadable
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.output_code import CompiledFxGraph, OutputCode
 
 from .passes.agreed import question
@@ -52,30 +52,25 @@ class WarmStart:
         self._examination = examination
         self._found: Mapping[str, Any] | None = None
 
-    def await_examination(self) -> None:
-        """Two threads that examine a CPU at once get it wrong, and look for kernels under other flags."""
-        if self._examination is not None:
-            self._examination.join()
-
     def keep(self, lower: Callable[[], Boxed], part: Part) -> KeptGraph:
         """A graph that ``lower`` lowers, to be called, and to be put in the cache."""
         self._found = None  # where the cache had another part only
-        self.await_examination()
+        self._await_examination()
         with _bundled(False):  # Inductor's cache is for the other ranks of this host, which lower the graph just now
             code = lower()
         return KeptGraph(code, part, self, None, self._add_slots(code, self.context.slots[part]))
 
-    def resume(self, code: Boxed, part: Part, found: Mapping[str, Any]) -> Boxed:
-        """A graph that the cache had, to be called.
+    def resume(self, load: Callable[[], Boxed], part: Part, found: Mapping[str, Any]) -> Boxed:
+        """A graph that the cache had and ``load`` loads, to be called.
 
         Raises:
             BypassAOTAutogradCache: the ranks have decided otherwise since; AOTAutograd then goes on without its cache.
         """
-        for asked, answer in found["decisions"].items():
-            if self.context.decide(asked, answer) != answer:
-                raise BypassAOTAutogradCache("ranks have decided on another schedule than that of the kept graph")
+        if self._found is None:  # the first of the compilation's graphs; what was decided is of all
+            self._ask_again(found["decisions"])
         self._found = found
-        return self._add_slots(code, found["slots"][part])
+        self._await_examination()
+        return self._add_slots(load(), found["slots"][part])
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -89,6 +84,16 @@ class WarmStart:
             _compiling.reset(token)
         if self._found is not None:
             self.context.resume(self._found)
+
+    def _await_examination(self) -> None:
+        """Two threads that examine a CPU at once get it wrong, and look for kernels under other flags."""
+        if self._examination is not None:
+            self._examination.join()
+
+    def _ask_again(self, decisions: Mapping[str, str]) -> None:
+        for asked, answer in decisions.items():
+            if self.context.decide(asked, answer) != answer:
+                raise BypassAOTAutogradCache("ranks have decided on another schedule than that of the kept graph")
 
 
 def _bundled(bundled: bool) -> AbstractContextManager[None]:
@@ -136,11 +141,9 @@ class KeptGraph(OutputCode):
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         """Called on what was pickled."""
         assert self.found is not None
-        compilation = _compiling.get()
-        compilation.await_examination()
         kept = BundledOutputCodeLoadable(self.code)
-        self.code = kept.post_compile(kept.load(example_inputs), graph_kwargs)
-        self.run = compilation.resume(self.code, self.part, self.found)
+        load = functools.partial(kept.post_compile, kept.load(example_inputs), graph_kwargs)
+        self.run = _compiling.get().resume(load, self.part, self.found)
 
 
 def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any]) -> None:
@@ -154,17 +157,16 @@ def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any])
 
 
 def cacheable_functions() -> dict[str, str]:
-    """What AOTAutograd may keep graphs with, by name: the user's, and the one call of ours in captured graphs."""
-    ours = {f"{unshard.__module__}.{unshard.__qualname__}": sources()}
+    """What AOTAutograd may keep graphs with, by name: the user's, and the one call of ours in captured graphs.
+
+    Each has a version, which is part of Inductor's key too. That of ours is in :func:`identify`.
+    """
+    ours = {f"{unshard.__module__}.{unshard.__qualname__}": ""}
     return torch._inductor.config.unsafe_marked_cacheable_functions | ours
 
 
 @functools.cache
 def sources() -> str:
     """A digest of this package: what another version of it has made is not found."""
-    digest = hashlib.sha256()
-    for folder, _, names in sorted(os.walk(Path(__file__).parent, followlinks=True)):
-        for name in sorted(names):
-            if name.endswith(".py"):
-                digest.update(Path(folder, name).read_bytes())
-    return digest.hexdigest()
+    files = glob.glob(f"{glob.escape(str(Path(__file__).parent))}/**/*.py", recursive=True)  # follows links to folders
+    return get_hash_for_files(tuple(sorted(files))).hex()
