@@ -51,7 +51,9 @@ def main() -> int:
     ]
     with contextlib.ExitStack() as stack:
         joined = None if args.wire is None else stack.enter_context(wire.wire(args.wire))
-        plan = Plan(args.warmup, args.steps, args.ranks, args.world, args.threads, joined, args.deadline)
+        plan = Plan(
+            args.warmup, args.steps, args.ranks, args.world, args.threads, joined, args.deadline, args.warm_starts
+        )
         results = measure(contenders, workload, plan, lambda line: print(line, file=sys.stderr, flush=True))
     setting = _setting(workload, plan)
     print(f"{setting}\n\n{tables(results)}")
@@ -103,6 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU a rank (cpu)")
     parser.add_argument("--steps", type=count, default=10, help="timed steps (%(default)s)")
     parser.add_argument("--warmup", type=count, default=3, help="steps before them (%(default)s)")
+    parser.add_argument("--warm-starts", type=count, default=3, help="with the caches of the first (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (%(default)s)")
     parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one step (%(default)s)")
     parser.add_argument(

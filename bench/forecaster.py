@@ -17,6 +17,7 @@ import vescale_compile as vc
 from vescale_compile.backend import vescale
 from vescale_compile.cost import Cluster, Device, MeasuredCollective
 from vescale_compile.cost.calibrate import calibrate, calibrate_collectives
+from vescale_compile.cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from vescale_compile.cost.operators import measure_operators
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import Part
@@ -65,8 +66,8 @@ class Forecaster(Trainer):
         return replace(measured, operators=measure_operators(nodes))
 
     def measure_collectives(self) -> dict[str, MeasuredCollective]:
-        """Over the wire as it is now."""
-        return calibrate_collectives()
+        """Over the wire as it is now: those of a step."""
+        return calibrate_collectives(kinds=(ALL_GATHER, REDUCE_SCATTER))
 
     def prepare(self, config: LlamaConfig, cluster: Cluster) -> Forecast:
         """Builds and compiles a model for a cluster, and takes some steps; ``step`` takes more."""

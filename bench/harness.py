@@ -7,7 +7,8 @@ the ranks of the others sleep on their pipes, and each round starts with another
 machine does meets all of them alike, within seconds, which blocks of steps would not give: a block lasts
 longer than the disturbances. The price is that the memory of all must fit at once; choose fewer systems where
 it does not. At the end each contender is measured apart: memory, one profiled step, what it has learned; and its
-processes are started again, to see how long compilation takes with the caches that the first start has filled.
+processes are started again, a few times in turns with the others', to see how long compilation takes with the caches
+that the first start has filled.
 
 A system that raises, dies or passes a deadline is ended, and reported with what its ranks said; the others go
 on without it. Linux only: memory is read from /proc.
@@ -43,6 +44,7 @@ class Plan:
         threads: of each rank's operators.
         wire: what joins the hosts that the ranks are on; None for one host.
         deadline_s: seconds for each order to the ranks (build, step, ...) and for each collective.
+        warm_starts: how often the processes are started again.
     """
 
     warmup: int
@@ -52,6 +54,7 @@ class Plan:
     threads: int
     wire: Wire | None
     deadline_s: float
+    warm_starts: int = 1
 
 
 @dataclass
@@ -75,8 +78,8 @@ class Result:
     memory: list[Memory] = field(default_factory=list)
     profile: StepProfile | None = None
     """of one step of rank 0"""
-    warm_warmup_s: list[float] = field(default_factory=list)
-    """the warm-up steps of a second start, with the caches of the first"""
+    warm_warmups_s: list[list[float]] = field(default_factory=list)
+    """the warm-up steps of each later start, with the caches of the first"""
     error: str | None = None
 
     @property
@@ -101,8 +104,8 @@ class Result:
 
     @property
     def warm_compile_s(self) -> float:
-        """The same of the second start, with the caches of the first."""
-        return self._above_steps(self.warm_warmup_s)
+        """The same of later starts, with the caches of the first: the median."""
+        return statistics.median(map(self._above_steps, self.warm_warmups_s))
 
     def _above_steps(self, warmup_s: Sequence[float]) -> float:
         return max(0.0, sum(warmup_s) - len(warmup_s) * self.median_s)
@@ -121,12 +124,12 @@ def measure(
     """
     runs = [Run(Result(system, policy)) for system, policy in contenders]
     with taken_in_turns(runs, workload, plan, say):
-        for run in runs:
-            if run.ranks is not None:
-                say(f"{run.result.name}: starting again")
-                with run.failing_alone(say):
-                    run.start_again(plan.warmup)
-                    run.close()
+        for turn in range(plan.warm_starts):
+            for run in runs:
+                if run.result.error is None:
+                    say(f"{run.result.name}: starting again")
+                    with run.failing_alone(say):
+                        run.start_again(f"warm{turn}", plan.warmup)
     return [run.result for run in runs]
 
 
@@ -179,6 +182,7 @@ class Run:
 
     def __init__(self, result: Result) -> None:
         self.result = result
+        self.job: Job | None = None
         self.ranks: Ranks | None = None
 
     @contextlib.contextmanager
@@ -192,18 +196,18 @@ class Run:
             self.close()
 
     def start(self, job: Job) -> None:
-        self.ranks = Ranks(job, self.trainer)
+        self.job, self.ranks = job, Ranks(job, self.trainer)
         self.ask("build")
 
-    def start_again(self, warmup: int) -> None:
-        """Once the first start has left: the same processes anew, on the caches that it filled."""
-        assert self.ranks is not None
-        job = replace(self.ranks.job, start="warm")
+    def start_again(self, start: str, warmup: int) -> None:
+        """Once the first start has left: the same processes anew, on the caches that it filled, until they end."""
+        assert self.job is not None
         self.close()
-        self.start(job)
-        self.result.warm_warmup_s = [_duration([first.step for first in self.ask("first_step")])]
-        self.result.warm_warmup_s += [_duration(self.ask("step")) for _ in range(warmup - 1)]
+        self.start(replace(self.job, start=start))
+        first = _duration([first.step for first in self.ask("first_step")])
+        self.result.warm_warmups_s.append([first, *(_duration(self.ask("step")) for _ in range(warmup - 1))])
         self.ask("leave")
+        self.close()
 
     def warm_up(self, steps: int) -> None:
         firsts: list[FirstStep] = self.ask("first_step")

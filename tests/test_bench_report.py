@@ -27,7 +27,7 @@ def measured(system: str, policy: Policy = Policy.KEEP, seconds: float = 1.0, lo
         system,
         policy,
         warmup_s=[seconds + 5],
-        warm_warmup_s=[seconds + 2],
+        warm_warmups_s=[[seconds + 9], [seconds + 2], [seconds + 1]],
         steps_s=[seconds],
         steps_cpu_s=[seconds],
         final_loss=loss,

@@ -78,14 +78,22 @@ def calibrate(
 
 
 def calibrate_collectives(
-    device: str = "cpu", *, group: dist.ProcessGroup | None = None
+    device: str = "cpu",
+    *,
+    group: dist.ProcessGroup | None = None,
+    kinds: Sequence[str] = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE),
 ) -> dict[str, MeasuredCollective]:
     """Measures the collectives of ``group`` alone, as :func:`calibrate` does; every rank of it must call this.
 
     A unit's gathers and reductions are those of the runtime, which for gloo are not the library's.
+
+    Args:
+        device: as for :func:`calibrate`.
+        group: as for :func:`calibrate`.
+        kinds: which; without replicas nothing is all-reduced.
     """
     bench = _Bench(device, group)
-    return {kind: bench.measure(kind) for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)}
+    return {kind: bench.measure(kind) for kind in kinds}
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
