@@ -18,9 +18,9 @@ from vescale_compile.runtime import quantized_ops
 sys.path.append(str(Path(__file__).parents[1] / "compiled"))
 
 import models
+from handmade import Graph, aten, context
 from test_census import counted, total
 from test_graphs import dump_of_one_step
-from test_verify import Graph, aten, context
 
 
 @functools.cache

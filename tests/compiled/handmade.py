@@ -1,0 +1,127 @@
+"""Graphs written by hand, as the passes leave them, right and wrong, for the verifier."""
+
+import torch
+from torch import fx
+
+from vescale_compile.cost import PRESETS
+from vescale_compile.passes.context import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    Buffer,
+    Comm,
+    CompileContext,
+    GraphUnit,
+    Lowering,
+    Part,
+    Role,
+    Use,
+)
+from vescale_compile.passes.verify import verify
+from vescale_compile.runtime import crossing, leaving, ops
+from vescale_compile.runtime.unshard import CommSpec, ParamView
+
+S, WORLD = 4, 2
+aten = torch.ops.aten
+
+
+def context(
+    part: Part, *, reduced: tuple[int, ...] = (), reshard: bool = True, carried: tuple[int, ...] = ()
+) -> CompileContext:
+    units = tuple(
+        GraphUnit(
+            name=f"layers.{ordinal}",
+            shard=torch.empty(S),
+            port=None,
+            views=(ParamView(0, (WORLD * S,), True),),
+            comm=CommSpec(ordinal, WORLD, "0", "", torch.float32, torch.float32, S),
+            reshard_after_forward=reshard,
+        )
+        for ordinal in range(2)
+    )
+    return CompileContext(
+        rank=3,
+        lowering=Lowering.EAGER,
+        cluster=PRESETS["h100"](WORLD),
+        wanted_cluster="",
+        memory_budget=None,
+        decide=lambda question, answer: answer,
+        units=units,
+        params={},
+        reduced_units=reduced,
+        carried=frozenset(carried),
+        part=part,
+    )
+
+
+class Graph:
+    """A graph under construction, each node with an example value."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.shards = [self.placeholder(f"shard_{unit}", S) for unit in range(2)]
+        self.slot = self.placeholder("slot", WORLD * S)
+
+    def placeholder(self, name: str, numel: int) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(numel)
+        return node
+
+    def call(self, target, *args, mark: object = None, **kwargs: bool) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = torch.empty(WORLD * S)
+        if mark is not None:
+            node.meta["vescale"] = mark
+        return node
+
+    def buffer(self, use: Use = Use.PARAMETERS, unit: int = 0, *, slot: bool = False, carried: bool = False) -> fx.Node:
+        mark = Buffer(use, unit, carried)
+        if slot:
+            return self.call(aten.slice.Tensor, self.slot, 0, 0, WORLD * S, mark=mark)
+        return self.call(aten.empty.memory_format, [WORLD * S], mark=mark)
+
+    def launch_gather(self, buffer: fx.Node, source: fx.Node | None = None, **options: bool) -> None:
+        unit = buffer.meta["vescale"].unit
+        mark = Comm(ALL_GATHER, Role.LAUNCH, unit)
+        self.call(ops.start_all_gather, source or self.shards[unit], buffer, unit, "0", mark=mark, **options)
+
+    def wait_gather(self, buffer: fx.Node) -> None:
+        unit = buffer.meta["vescale"].unit
+        self.call(ops.wait_all_gather, buffer, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
+
+    def gather(self, buffer: fx.Node) -> fx.Node:
+        self.launch_gather(buffer)
+        self.wait_gather(buffer)
+        return buffer
+
+    def cross(self, role: Role, buffer: fx.Node) -> fx.Node:
+        unit = buffer.meta["vescale"].unit
+        target = crossing.carry_all_gather if role is Role.CARRY else crossing.take_all_gather
+        self.call(target, self.shards[unit], buffer, unit, "0", mark=Comm(ALL_GATHER, role, unit))
+        return buffer
+
+    def write_gradient(self, buffer: fx.Node) -> fx.Node:
+        self.call(aten.fill_.Scalar, buffer, 1)
+        return buffer
+
+    def reduce(self, buffer: fx.Node) -> fx.Node:
+        unit = buffer.meta["vescale"].unit if "vescale" in buffer.meta else 0
+        shard, scratch = self.buffer(Use.REDUCED, unit), self.buffer(Use.SCRATCH, unit)
+        launch, wait = (Comm(REDUCE_SCATTER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
+        self.call(ops.start_reduce_scatter, buffer, shard, scratch, unit, "0", "", mark=launch)
+        self.call(ops.wait_reduce_scatter, buffer, shard, scratch, unit, mark=wait)
+        return shard
+
+    def leave_reduction(self, gradients: fx.Node) -> fx.Node:
+        """Launched, and left in flight; returns where the result will be."""
+        shard, scratch = self.buffer(Use.REDUCED), self.buffer(Use.SCRATCH)
+        launch, left = (Comm(REDUCE_SCATTER, role, 0) for role in (Role.LAUNCH, Role.LEAVE))
+        self.call(ops.start_reduce_scatter, gradients, shard, scratch, 0, "0", "", mark=launch)
+        self.call(leaving.leave_reduce_scatter, gradients, shard, scratch, 0, mark=left)
+        return shard
+
+    def read(self, node: fx.Node) -> fx.Node:
+        return self.call(aten.relu.default, node)
+
+    def verify(self, outputs: list[fx.Node], context: CompileContext) -> None:
+        self.graph.output(tuple(outputs))
+        verify(fx.GraphModule({}, self.graph), context)
