@@ -26,6 +26,7 @@ from torch import Tensor
 from ..torch_internals import (
     all_gather_coalesced,
     all_gather_single,
+    debugged_groups_coalesce,
     reduce_scatter_coalesced,
     reduce_scatter_single,
 )
@@ -182,7 +183,9 @@ def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: di
 
 def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether collectives of several units can be one, whose latency is paid once. Messages gain nothing by it."""
-    return not exchanges_directly(device, group) and _backend(device, group) in _COALESCING
+    if exchanges_directly(device, group) or not debugged_groups_coalesce():
+        return False
+    return _backend(device, group) in _COALESCING
 
 
 def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGroup) -> int:
@@ -241,12 +244,13 @@ def average_replicas(shard: Tensor, replicas: dist.ProcessGroup | None) -> None:
 
 
 def _average(device: torch.device, group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
-    """Gloo can't average: it sums, and :func:`_divide` does the rest."""
-    return dist.ReduceOp.SUM if _backend(device, group) == "gloo" else dist.ReduceOp.AVG
+    """Gloo can't average: it sums, and :func:`_divide` does the rest. One rank's sum is its average, which NCCL before
+    2.29.7 leaves incomplete (https://github.com/NVIDIA/nccl/issues/1950)."""
+    return dist.ReduceOp.SUM if group.size() == 1 or _backend(device, group) == "gloo" else dist.ReduceOp.AVG
 
 
 def _divide(shard: Tensor, group: dist.ProcessGroup) -> None:
-    if _average(shard.device, group) == dist.ReduceOp.SUM:
+    if group.size() > 1 and _average(shard.device, group) == dist.ReduceOp.SUM:
         shard.div_(group.size())
 
 

@@ -47,9 +47,10 @@ class _Memory:
         return self.tensor.narrow(0, 0, spec.numel)
 
     def _allocate(self, spec: SlotSpec) -> Tensor:
+        """Zeroed: padding is sent too, and NCCL's check for NaN (``TORCH_NCCL_NAN_CHECK``) must find none there."""
         if self.group is not None:
-            return allocate_registered(spec.numel, spec.dtype, spec.device, self.group)
-        return torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
+            return allocate_registered(spec.numel, spec.dtype, spec.device, self.group).zero_()
+        return torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
 
 
 _memories: WeakValueDictionary[tuple[Any, ...], _Memory] = WeakValueDictionary()

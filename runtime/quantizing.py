@@ -63,7 +63,8 @@ def quantize_into(
     """
     device = source.device
     # As memory of its own, which it is: compiled code would not write to two views of one storage in one kernel.
-    stored = _stored_scales(from_dlpack(packed), packing.quantizer)
+    with torch.cuda.device_of(packed):  # on another GPU than the current one it is refused; on a CPU nothing happens
+        stored = _stored_scales(from_dlpack(packed), packing.quantizer)
     strips_in_lines = full_width_strips_of  # whole blocks together, whose maxima are sought
     _run_on_strips(_quantize_strips, kernels, strips_in_lines, packing, rank, (key,), (source, packed), (stored,))
     for r in _without_strips(packing, rank, device, kernels):

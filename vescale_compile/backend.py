@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from .capture import Capture, capture
@@ -117,6 +118,8 @@ def _lower_inductor(
 ) -> Callable[..., Any]:
     context = captured.context  # not the capture: what is compiled must not keep the model's buffers
     on_cpu = generate_code and any(unit.shard.device.type == "cpu" for unit in context.units)
+    if torch._inductor.config.triton.cudagraphs:
+        _warn_of_cudagraphs()
     warm_start = WarmStart(context, add_slots, examined_cpu() if on_cpu else None)
     cached = generate_code and not dump.active
     if cached:
@@ -148,6 +151,7 @@ def _lower_inductor(
                 "reorder_for_locality": False,
                 # It copies gathered weights into padded ones, where this rank has found that faster by trying.
                 "shape_padding": False,
+                "triton.cudagraphs": False,
                 "unsafe_marked_cacheable_functions": cacheable_functions(),
             },
         )
@@ -204,6 +208,14 @@ def _compile_unsharded(
 
 def _run_as_is(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return run_boxed(gm)
+
+
+@functools.cache
+def _warn_of_cudagraphs() -> None:
+    _log.warning(
+        "backend='vescale': torch._inductor.config.triton.cudagraphs is on, and has no effect on graphs that gather or "
+        "reduce: their shards would be copied to where the CUDA graph was recorded."
+    )
 
 
 @functools.cache

@@ -67,6 +67,13 @@ def reduce_scatter_coalesced(
     return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
 
+def debugged_groups_coalesce() -> bool:
+    """Whether process groups can do the two above: PyTorch 2.11 wraps them under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` in
+    one that can't."""
+    detail = dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+    return torch.__version__ >= "2.12" or dist.get_debug_level() != detail  # type: ignore[attr-defined]
+
+
 def tracing_fake_mode() -> FakeTensorMode:
     """The fake tensor mode of the compilation in progress; new graph inputs must belong to it."""
     mode = torch._guards.TracingContext.get().fake_mode

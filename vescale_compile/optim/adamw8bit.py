@@ -19,7 +19,7 @@ from .adamw8bit_state import Member, check_saved, in_memory_order, loaded_states
 from .blocks import Blocks
 from .gradients import check_gradients as check_all_gradients
 from .gradients import check_layouts
-from .units import describe
+from .units import describe, mark_written
 
 _OF_THIS_RUN = ("foreach", "compile", "check_gradients")  # options that a loaded state does not change
 
@@ -169,6 +169,7 @@ class AdamW8bit(Optimizer):
             present = [member for member in self._members_of(group) if member.param.grad is not None]
             for unit in in_memory_order(present):
                 self._step_unit(group, unit)
+            mark_written(member.param for member in present)
 
     def _step_unit(self, group: dict[str, Any], unit: list[Member]) -> None:
         fresh = [member for member in unit if not self.state[member.param]]

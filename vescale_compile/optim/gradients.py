@@ -61,8 +61,9 @@ def check_gradients(
         ValueError: instead, as :func:`check_layouts`, on the ranks that have a gradient of another layout.
     """
     sharded = [isinstance(param, RaggedDTensor) for _, param in params]
-    mesh = next((whole_mesh(param) for _, param in params if isinstance(param, RaggedDTensor)), None)
-    device = torch.device(mesh.device_type) if mesh is not None else params[0][1].device
+    first = next((param for _, param in params if isinstance(param, RaggedDTensor)), None)
+    mesh = whole_mesh(first) if first is not None else None
+    device = (first if first is not None else params[0][1]).device
     me = mesh.get_rank() if mesh is not None else 0
 
     # For each parameter the rank plus one, where the rank has a gradient, lacks one, has one of another layout, refuses

@@ -19,7 +19,7 @@ from ..runtime.agreement import agree
 from .gradients import check_gradients, is_usable
 from .groups import split_group, wrong_common_options
 from .layouts import Layout, check_state, layout_of, new_state
-from .units import describe, local_elements, rank_prefix
+from .units import describe, local_elements, mark_written, rank_prefix
 
 Members = list[tuple[Tensor, dict[str, Any]]]  # parameters and their groups
 
@@ -144,6 +144,7 @@ class MatrixOptimizer(Optimizer):
             if group["algorithm"] == "adamw":
                 self._step_adamw([param for param in group["params"] if param.grad is not None], group)
         end()
+        mark_written(param for param, _ in ready)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from ..ragged.dtensor import RaggedDTensor
@@ -32,3 +33,9 @@ def local_elements(tensor: Tensor) -> Tensor:
     if isinstance(tensor, RaggedDTensor):
         return tensor._local_tensor.detach()
     return tensor.detach().view(-1)
+
+
+def mark_written(params: Iterable[Tensor]) -> None:
+    """Counts the versions of parameters up, as writing to them does, also where this rank holds no element of one:
+    whether values have changed since they were gathered is asked on every rank."""
+    increment_version([local_elements(param) for param in params])
