@@ -13,8 +13,22 @@ from torch import Tensor, nn
 import vescale_compile as vc
 from vescale_compile.runtime import crossing
 
+
+class Decay(torch.optim.Optimizer):
+    """Does the same to every element of all parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        torch._foreach_mul_(self.param_groups[0]["params"], 0.9)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "decay": Decay,
     "AdamW": torch.optim.AdamW,
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, foreach=True),
     "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
     "AdamW8bit": lambda params: vc.optim.AdamW8bit(params, compile=False),
     "Muon": vc.optim.Muon,

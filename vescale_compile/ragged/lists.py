@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from vescale_compile.ragged.arriving import in_order_of_arrival
@@ -75,6 +76,8 @@ def _run(func: OpOverload, values: list[Any], options: dict[str, Any]) -> Any:
     """Waits for the elements, and runs the operation on the local tensors."""
     local = [[_local(item) for item in value] if _is_tensor_list(value) else value for value in values]
     if func in _SAME_FOR_ALL:
+        # As writing would, which ranks do that hold elements of these: all must see that values have changed.
+        increment_version([tensor for tensor in local[0] if tensor.numel() == 0])
         local[0] = coalesced(local[0])
     return func(*local, **options)
 
