@@ -9,6 +9,8 @@ DUMP ?= vescale_dump
 ARGS ?=
 
 RUN := $(VENV)/bin/python
+# Two files of tests at a time; many start two to four ranks of their own, which wait for one another.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 READY := $(VENV)/.ready
 
 .PHONY: train test test-fast bench lint
@@ -17,12 +19,11 @@ READY := $(VENV)/.ready
 train: $(READY)
 	$(RUN) -m vescale_compile train --optim $(OPTIM) $(if $(filter --backend%,$(ARGS)),,--dump $(DUMP)) $(ARGS)
 
-# Two files of tests at a time; many start two to four ranks of their own, which wait for one another.
 test: lint
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: $(READY)
-	$(RUN) -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 bench: $(READY)
 	$(RUN) bench/compare.py $(ARGS)

@@ -15,6 +15,8 @@ from copies import Copies
 from inductor_kernels import Kernel, read
 from profiling import profiled
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 WORLD = 4
 N = 4096  # elements of a shard
 SHARD, FULL = 4 * N, 4 * N * WORLD  # bytes

@@ -18,6 +18,8 @@ from vescale_compile.runtime import pool
 from vescale_compile.simulation import Simulation
 from vescale_compile.torch_internals import is_fake
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 H100 = gpu_cluster("h100", 8)
 SLOW = replace(H100, within=replace(H100.within, bandwidth=1e6))
 

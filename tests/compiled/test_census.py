@@ -22,6 +22,8 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import step_census
 from profiling import StepProfile, recorded, summarized
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 WORLD = 2
 BF16 = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 MOVED = {Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.BUFFER}

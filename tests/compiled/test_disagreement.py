@@ -19,6 +19,8 @@ from vescale_compile.runtime.agreement import RanksMissing, agree, first_decides
 from vescale_compile.runtime.boundary import bound
 from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 ODD = 1  # the rank that differs
 
 

@@ -42,6 +42,7 @@ def test_uneven_sizes_are_bit_equal_on_two_ranks():
     assert compare("Uneven", "eager", "aot_eager", 11) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_an_embedding_and_a_head_with_a_buffer_each_are_bit_equal_on_two_ranks():
     assert compare("many_words", "eager", "aot_eager", 8192, steps=3) == (0.0, 0.0)

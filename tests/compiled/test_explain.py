@@ -12,6 +12,8 @@ from vescale_compile.passes.context import Part
 from vescale_compile.passes.summary import Kind
 from vescale_compile.runtime import crossing, pool
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 def explained(reshard: bool = True, world_size: int = 2, **options):
     torch._dynamo.reset()

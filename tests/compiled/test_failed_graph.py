@@ -6,6 +6,7 @@ import torch
 from ranks import on_ranks
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_step_after_a_failed_forward_is_what_it_would_have_been():
     torch._dynamo.reset()

@@ -20,6 +20,8 @@ from vescale_compile.passes.summary import Kind
 from vescale_compile.runtime import collectives
 from vescale_compile.sharded_module import buffers_in
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 def mesh_of(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))

@@ -19,6 +19,8 @@ from vescale_compile.passes.summary import Direction, Kind
 from vescale_compile.ragged.arriving import ArrivingDTensor
 from vescale_compile.runtime import arrivals
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 OPTIONS = {"lowering": "eager", "cluster": models.SLOW_WIRE}
 BF16 = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 QUANTIZED = vc.BlockInt8(block=1)

@@ -82,6 +82,7 @@ def test_everything_launched_is_waited_for_or_left_to_who_reads_it(usual):
     assert "take all_gather of (root)" in taken
 
 
+@pytest.mark.slow
 def test_what_the_budget_allows_is_used_and_never_exceeded(usual):
     with fake_world(2):
         ample = explained(cluster=models.SLOW_WIRE, memory_budget=usual.peak_bytes + 3000)
@@ -92,6 +93,7 @@ def test_what_the_budget_allows_is_used_and_never_exceeded(usual):
     assert exposed[0] > exposed[1] > exposed[2]
 
 
+@pytest.mark.slow
 def test_the_scratch_of_a_reduction_lies_in_a_slot_from_its_launch_to_its_wait_only():
     with exchanging_world(2):
         backward = explained(cluster=models.SLOW_WIRE).parts[Part.BACKWARD]
@@ -101,6 +103,7 @@ def test_the_scratch_of_a_reduction_lies_in_a_slot_from_its_launch_to_its_wait_o
         assert gradients.first < scratch.first < scratch.last == gradients.last
 
 
+@pytest.mark.slow
 def test_scratch_takes_no_room_from_what_is_computed_before_its_reduction():
     with exchanging_world(2):
         usual = explained(reshard=False, cluster=models.SLOW_WIRE)
@@ -109,6 +112,7 @@ def test_scratch_takes_no_room_from_what_is_computed_before_its_reduction():
     assert tight.exposed_seconds == pytest.approx(usual.exposed_seconds)
 
 
+@pytest.mark.slow
 def test_where_the_slots_of_what_overlaps_do_not_fit_nothing_overlaps():
     with exchanging_world(2):
         usual = explained(OneLarge, cluster=models.SLOW_WIRE)
@@ -171,6 +175,7 @@ def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
     assert losses[0] == losses[1] == reference
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ranks_that_would_schedule_differently_follow_the_first_of_them():
     """As with batches of different sizes, one of which hides more than the other."""
@@ -188,6 +193,7 @@ def test_ranks_that_would_schedule_differently_follow_the_first_of_them():
         torch.compile(model, backend="vescale", options=options)(*batch).backward()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_alone_compiles_again_for_a_longer_batch_without_another_schedule():
     torch._dynamo.reset()

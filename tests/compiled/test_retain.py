@@ -52,6 +52,7 @@ def between() -> int:
     return (explained(None).peak_bytes + explained(None, reshard=False).peak_bytes) // 2
 
 
+@pytest.mark.slow
 def test_the_backward_gathers_less_the_larger_the_budget_which_is_never_exceeded():
     with fake_world(2):
         least, most = least_budget(), explained(None, reshard=False).peak_bytes
@@ -93,6 +94,7 @@ def test_what_is_kept_changes_no_number():
     assert models.largest_difference(model, unsharded) == 0.0
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_real_step_takes_what_the_budget_allows():
     budget = between()

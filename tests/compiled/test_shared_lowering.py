@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 import vescale_compile as vc
 from vescale_compile.shared_lowering import _record_of, lowered_once
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 @pytest.fixture
 def graph(tmp_path, monkeypatch) -> torch.fx.GraphModule:

@@ -15,6 +15,8 @@ from vescale_compile.cost import PRESETS
 from vescale_compile.passes.context import Part
 from vescale_compile.runtime import collectives, ops
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 LATENCY = 1e-2  # seconds, which is far more than anything here takes
 H100 = PRESETS["h100"](2)
 SLOW_TO_START = replace(H100, within=replace(H100.within, latency=LATENCY))

@@ -132,6 +132,7 @@ def sums(graph) -> int:
     return sum(entry.nbytes for entry in moved(graph))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("name", ["llama", "hf_llama"])
 def test_a_language_model_copies_nothing_but_sums(name, lowering, without_code_generation):
@@ -141,6 +142,7 @@ def test_a_language_model_copies_nothing_but_sums(name, lowering, without_code_g
     assert moved(graph) == [] if lowering == "eager" else sums(graph) == sum(norm.nbytes for norm in norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_a_mixture_of_experts_copies_what_its_own_operators_compute(lowering, without_code_generation):
     with fake_world(2):
@@ -178,6 +180,7 @@ def test_a_product_whose_place_is_not_aligned_is_copied(without_code_generation)
     assert {(entry.nbytes, entry.why) for entry in copies} == {(7 * 13 * 4, "its place is not aligned to 16 bytes")}
 
 
+@pytest.mark.slow
 def test_mixed_precision_casts_shards_and_gradients_and_copies_nothing(without_code_generation):
     policy = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with fake_world(2):

@@ -25,6 +25,8 @@ from vescale_compile.passes.summary import Summary
 from vescale_compile.report import GraphReport
 from vescale_compile.runtime import agreement
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 ODD = 1  # the rank that differs
 BOTH = [Part.FORWARD, Part.BACKWARD]
 ALL = [*BOTH, Part.INFERENCE]

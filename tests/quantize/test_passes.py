@@ -59,6 +59,7 @@ def test_compiled_kernels_copy_nothing_from_or_to_what_travels():
     assert profile.copies.copied_bytes == profile.copies.cast_bytes == profile.copies.copy_in_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantizer", "scale_bytes"), [(vc.BlockInt8(32), 4 / 32), (vc.MXFP8(), 1 / 32)], ids=repr)
 def test_a_gather_takes_a_byte_for_an_element_and_its_scales(quantizer, scale_bytes):
     plain, quantized = (explained(quantize=each) for each in (None, quantizer))
@@ -80,6 +81,7 @@ def test_blocks_of_256_bring_a_quarter_and_a_little():
         assert buffer.packing.nbytes == 1024 * 1024 + 1024 * 1024 // 256 * 4
 
 
+@pytest.mark.slow
 def test_quantization_and_dequantization_are_declared_casts():
     graph = explained(quantize=vc.BlockInt8(32), quantize_gradients=vc.BlockInt8(32))
     for part, summary in graph.parts.items():
@@ -110,6 +112,7 @@ def test_gathers_are_launched_before_the_computation_ahead_of_them():
     assert schedule.index("launch all_gather of layers.0") < schedule.index("wait all_gather of (root)")
 
 
+@pytest.mark.slow
 def test_gradient_buffers_are_free_as_soon_as_their_codes_are_made():
     backward = explained(quantize_gradients=vc.BlockInt8(32)).parts[Part.BACKWARD]
     lives = {tenant.what: tenant for slot in backward.slots for tenant in slot.tenants}
@@ -124,6 +127,7 @@ def test_a_unit_is_one_collective_each_way():
         assert schedule.count(f"launch reduce_scatter of {unit}") == 1
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_every_graph_is_the_same_on_every_rank_whatever_the_shards(tmp_path):
     options = {"quantize": vc.BlockFP8((3, 5)), "quantize_gradients": vc.BlockInt8(7)}

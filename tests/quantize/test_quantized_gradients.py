@@ -194,6 +194,7 @@ def test_grad_scaler_skips_a_step_with_an_infinity():
     assert all(param.full_tensor().count_nonzero() == 0 for param in module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["eager", None])
 @on_ranks(2)
 def test_micro_batches_are_summed_and_quantized_once(lowering):

@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).parents[1] / "compiled"))
 
 import models
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 def check(name: str, quantizer, lowering: str | None, steps: int = 3, vocab: int = 64, **options) -> None:
     """A step computes with what quantization leaves of the masters, which take the gradients as they are."""

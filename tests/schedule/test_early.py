@@ -96,6 +96,7 @@ def test_order_and_peak_stay_and_no_launch_is_later(graph: TaskGraph, room: int)
     assert launched_early(graph, moved) == moved
 
 
+@pytest.mark.slow
 @given(sharded_steps(3), st.integers(0, 12))
 def test_on_one_lane_nothing_ends_later(graph: TaskGraph, room: int) -> None:
     found = find_schedule(graph, least_peak(graph) + room)
