@@ -50,7 +50,7 @@ class Lifetime:
 @dataclass
 class _Tenants:
     dtype: torch.dtype
-    carried: bool = False
+    carried: str = ""
     lifetimes: list[Lifetime] = field(default_factory=list)
 
     @property
@@ -107,7 +107,7 @@ def _describe(slot: _Tenants, context: CompileContext) -> SlotUse:
         buffer = marked_buffer(lifetime.node)
         what = f"{buffer.use.value} of {context.units[buffer.unit].name}"
         tenants.append(Tenant(what, lifetime.nbytes, lifetime.first, lifetime.last))
-    return SlotUse(str(slot.dtype), slot.lifetimes[0].nbytes, tuple(tenants), slot.carried)
+    return SlotUse(str(slot.dtype), slot.lifetimes[0].nbytes, tuple(tenants), bool(slot.carried))
 
 
 def _append_input(graph: fx.Graph, name: str, slot: _Tenants) -> None:

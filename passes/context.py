@@ -77,7 +77,7 @@ class Buffer:
 
     use: Use
     unit: int
-    carried: bool = False  # filled for the backward while the forward ends
+    carried: str = ""  # the process group, if it is filled for the backward while the forward ends
 
 
 def comm_of(node: fx.Node) -> Comm | None:

@@ -43,7 +43,7 @@ def _expand_gather(node: fx.Node, context: CompileContext) -> None:
     source, unit, _, group = args
     shard = source.args[0] if source.target in CASTS else source
     carried = unit in context.carried
-    taken = carried and context.part is Part.BACKWARD
+    taken = group if carried and context.part is Part.BACKWARD else ""
     with graph.inserting_before(node):
         full = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit, taken))
         if taken:
@@ -53,7 +53,7 @@ def _expand_gather(node: fx.Node, context: CompileContext) -> None:
             call(graph, ops.wait_all_gather, full, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
     if carried and context.part is Part.FORWARD:
         with graph.inserting_before(next(iter(reversed(graph.nodes)))):
-            ahead = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit, carried))
+            ahead = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit, group))
             call(graph, crossing.carry_all_gather, shard, ahead, unit, group, mark=Comm(ALL_GATHER, Role.CARRY, unit))
     node.replace_all_uses_with(full)
     graph.erase_node(node)

@@ -41,6 +41,7 @@ class Half:
         collectives: in the order of ``tasks.transfers``.
         tasks: the task graph, its computation with no memory but dequantized parameters. None for a graph with no
             computation.
+        groups: each unit's process group.
     """
 
     part: Part
@@ -48,6 +49,7 @@ class Half:
     buffers: tuple[Lifetime, ...]
     collectives: tuple[Collective, ...]
     tasks: TaskGraph | None
+    groups: tuple[str, ...]
 
     @property
     def gathered(self) -> dict[int, int]:
@@ -74,8 +76,8 @@ class Half:
 
     def slots_to_carry(self, carried: frozenset[int]) -> tuple[SlotSpec, ...]:
         """The slots into which the parameters of units that this half gathers are carried over to it."""
-        found = (each.node.meta["val"] for each in self._parameters(carried))
-        return tuple(SlotSpec(value.numel(), value.dtype, value.device, carried=True) for value in found)
+        found = ((each.node.meta["val"], marked_buffer(each.node).unit) for each in self._parameters(carried))
+        return tuple(SlotSpec(v.numel(), v.dtype, v.device, self.groups[unit]) for v, unit in found)
 
     def tasks_with(self, kept: frozenset[int], live: int) -> TaskGraph | None:
         """The task graph with the units ``kept`` and ``live`` bytes always taken; None if it has no transfers."""
@@ -195,6 +197,7 @@ def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:
         tuple(buffers),
         tuple(collectives),
         task_graph(gm.graph, context, collectives, segments, 0) if segments else None,
+        tuple(unit.comm.group for unit in context.units),
     )
 
 

@@ -107,7 +107,7 @@ class _Execution:
     def _launch(self, node: fx.Node, comm: Comm) -> None:
         source, *others = (self.bases[arg] for arg in node.all_input_nodes)
         targets = [other for other in others if buffer_of(other) is not None]
-        if marked_buffer(targets[0]).carried is not (comm.role in (Role.CARRY, Role.TAKE)):
+        if bool(marked_buffer(targets[0]).carried) is not (comm.role in (Role.CARRY, Role.TAKE)):
             fail(self.context, node, f"the {self._name(targets[0])} are carried over to the backward by one graph only")
         if comm.kind == ALL_GATHER:
             if source.op != "placeholder":

@@ -118,7 +118,7 @@ class _FlatInput(torch.autograd.Function):
                 buffer.add_reduced(late, accumulated_for, grad, owed)
             grad = late
             owed = owed | accumulated_for
-        if ctx.reduce_now and any(peer.unreduced is not None for peer in buffer.sync.peers):
+        if ctx.reduce_now and buffer.sync.peers:
             after_backward(functools.partial(_reduce_left, buffer.sync.peers))
         if grad is None:
             return (None,) * (4 + len(params))
@@ -132,7 +132,8 @@ def _reduce(buffer: DBuffer, packed: Tensor) -> Tensor:
 
 
 def _reduce_left(buffers: Sequence[DBuffer]) -> None:
-    """Reduces what earlier micro-batches accumulated for units that the last one did not use."""
+    """Reduces what accumulated for units that the last micro-batch did not use, or after their own reductions, where
+    one backward runs through forwards inside and outside ``no_sync``."""
     for buffer in buffers:
         if buffer.unreduced is not None and buffer.sync.enabled:
             accumulated, accumulated_for = buffer.take_unreduced()

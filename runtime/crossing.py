@@ -1,8 +1,9 @@
 """Gathers that the forward launches for the backward: in flight while the forward and the loss end.
 
 ``vescale::carry_all_gather`` launches one, into a slot that nothing else uses, and ``vescale::take_all_gather`` waits
-for it. Whatever a program does between the two, a backward reads the values that its shard has when it begins: a
-gather that is not there, or is of other values, is repeated.
+for it. A gather is a collective, so whether it is repeated must be the same on every rank: that follows from the order
+of forwards and backwards alone. The values of a shard can't say it. Not every write to them is counted by the tensor
+that is read here, and a rank that holds nothing of a unit may not write at all.
 """
 
 from __future__ import annotations
@@ -20,23 +21,20 @@ from .ops import define
 
 _RELIABLE = 2  # times in a row that a backward must follow its forward for gathers to be carried from one to the other
 
-_Values = tuple[StorageWeakRef, int]
-"""What a shard holds: every write to it, or to a parameter in it, counts its version up. No other storage is equal to
-one that is referred to, though its memory may be freed."""
-
 
 @dataclass
 class _Crossing:
-    """What the last forward carries over to a backward, of one dtype and device.
+    """What the last forward carries over to a backward, of one dtype, device and process group.
 
     Attributes:
-        source: whose values; None if there is nothing, or it was taken.
-        pending: their gather; None if it was not launched.
-        full: where they go, kept from being freed meanwhile.
+        source: the shard's memory; None if there is nothing, or it was taken. No other memory is equal to one that is
+            referred to, though it may be freed.
+        pending: its gather; None if it was not launched, or is over.
+        full: where it goes, kept from being freed meanwhile; None if it was not launched.
         taken: how often in a row the backward that came next was the one that was expected.
     """
 
-    source: _Values | None = None
+    source: StorageWeakRef | None = None
     pending: Pending | None = None
     full: Tensor | None = None
     taken: int = _RELIABLE
@@ -47,23 +45,21 @@ class _Crossing:
         self.source = self.pending = self.full = None
 
 
-_crossings: defaultdict[tuple[torch.dtype, torch.device], _Crossing] = defaultdict(_Crossing)
+_crossings: defaultdict[tuple[torch.dtype, torch.device, str], _Crossing] = defaultdict(_Crossing)
 
 
 def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
-    """Launches a gather that the backward takes, unless it is on its way already.
+    """Launches a gather that the backward takes.
 
-    Where another forward comes before that backward (of a graph that serves several layers, say), what the first one
-    carried was for nothing. Then none is launched until backwards follow their forwards again.
+    Where another forward comes before that backward (of a graph that serves several layers, say, or one whose loss was
+    dropped), what the first one carried was for nothing: values may have changed since. Then none is launched until
+    backwards follow their forwards again.
     """
-    crossing = _crossings[full.dtype, full.device]
-    source = _values_of(shard)
-    if crossing.source == source:
-        return
+    crossing = _crossings[full.dtype, full.device, group]
     if crossing.source is not None:
         crossing.taken = 0
     crossing.finish()
-    crossing.source = source
+    crossing.source = StorageWeakRef(shard.untyped_storage())
     if crossing.taken >= _RELIABLE:
         crossing.pending = start_all_gather(shard, full, resolve_group(group))
         crossing.full = full
@@ -73,25 +69,23 @@ def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
 
 
 def _take(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
-    """Waits for the gather of these values that a forward launched. If there is none, because another forward came in
-    between, or the values have changed, or were taken before, they are gathered now. It is so on every rank."""
-    crossing = _crossings[full.dtype, full.device]
-    expected = crossing.source == _values_of(shard)
-    there = expected and crossing.full is not None and crossing.full.data_ptr() == full.data_ptr()
+    """Waits for the gather that the last forward launched. If that forward was another's, or launched none, or its
+    gather was taken before, the shard is gathered now."""
+    crossing = _crossings[full.dtype, full.device, group]
+    expected = crossing.source is not None and crossing.source == StorageWeakRef(shard.untyped_storage())
+    carried = crossing.full if expected else None
     crossing.finish()
     crossing.taken += expected
-    if not there:
+    if carried is None:
         start_all_gather(shard, full, resolve_group(group)).wait()
+    elif carried.data_ptr() != full.data_ptr():  # a graph that wanted a larger slot has been called since
+        full.copy_(carried)
 
 
 def forget_carried() -> None:
     """Waits for all that forwards have launched for backwards; a backward that still comes gathers by itself."""
     for crossing in _crossings.values():
         crossing.finish()
-
-
-def _values_of(shard: Tensor) -> _Values:
-    return StorageWeakRef(shard.untyped_storage()), shard._version
 
 
 define("carry_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _carry)

@@ -90,7 +90,7 @@ class GradientSync:
     Attributes:
         enabled: False inside ``no_sync``.
         pending: buffers that hold gradients no collective has reduced yet.
-        peers: the buffers that ``no_sync`` was last entered for together with this one.
+        peers: the buffers that ``no_sync`` was ever entered for together with this one.
         in_graph: what a module reads, and Dynamo guards on: reduce in the backward itself. False while
             gradients accumulate and in the micro-batch that ends it, whose sum is reduced afterwards, once.
     """

@@ -2,9 +2,10 @@
 
 Graphs run one after another, and what a slot holds seldom outlives the graph that filled it. So a graph's first slot of
 a dtype is every graph's first: as large as the largest that a living graph asked for. What a forward leaves for a
-backward lies in slots set apart for that. Slots are allocated when a
-graph is first called, all of its slots together, and freed with the last graph that uses them. They come from
-PyTorch's allocator, or, where it was asked for, from the registered memory of a process group.
+backward lies in slots set apart for that, and for its process group: where groups overlap, a rank may run a graph of
+another in between. Slots are allocated when a graph is first called, all of its slots together, and freed with the last
+graph that uses them. They come from PyTorch's allocator, or, where it was asked for, from the registered memory of a
+process group.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class SlotSpec(NamedTuple):
     numel: int
     dtype: torch.dtype
     device: torch.device
-    carried: bool = False  # set apart for what a forward leaves for a backward
+    carried: str = ""  # the process group, if it is set apart for what a forward leaves for a backward
 
 
 class _Memory:
@@ -104,7 +105,7 @@ def _reserve(specs: Sequence[SlotSpec], registered: dist.ProcessGroup | None) ->
 
 
 def _places(specs: Sequence[SlotSpec]) -> list[tuple[Any, ...]]:
-    """Which of the slots of its dtype and device, set apart or not, each is."""
+    """Which of the slots of its dtype and device, and set apart for the same, each is."""
     taken: Counter[tuple[Any, ...]] = Counter()
     places = []
     for spec in specs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 from torch import nn
@@ -17,7 +18,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     What counts is where the forward runs. Backwards of forwards inside keep their gradient on each rank, summed
     and not sharded (world_size times a shard's memory, in the reduction's dtype). The next backward of a forward
     outside adds its own and reduces the sum, once for each unit, units that it did not use itself included; until
-    then ``.grad`` does not change. ``module.zero_grad()`` forgets what was accumulated, an optimizer's does not.
+    then ``.grad`` does not change. ``zero_grad()`` of the sharded module itself forgets what was accumulated; that of
+    an optimizer, of what ``torch.compile`` returned or of a module around it does not.
 
     Args:
         module: a sharded module, compiled or not; all units in it are affected.
@@ -29,10 +31,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     syncs = {buffer.sync for buffer in buffers}
     if not syncs:
         raise ValueError("no_sync: the module has no sharded parameters; call fully_shard on it first")
+    peers = tuple(dict.fromkeys(itertools.chain(buffers, *{id(sync.peers): sync.peers for sync in syncs}.values())))
     before = {sync: sync.enabled for sync in syncs}
     try:
+        for peer in peers:
+            peer.sync.peers = peers
         for sync in syncs:
-            sync.peers = buffers
             sync.set_enabled(False)
         yield
     finally:

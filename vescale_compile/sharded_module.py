@@ -55,7 +55,8 @@ _forward = _Forward()
 
 @dataclass(frozen=True)
 class Unit:
-    """What makes a module a unit: its own buffers, and the casts that mixed precision asks for at its edge."""
+    """What makes a module a unit: its own buffers, and the casts that mixed precision asks for at its edge. The module
+    that was given to ``fully_shard`` has the casts also where all buffers are those of modules inside."""
 
     buffers: tuple[DBuffer, ...]
     input_dtype: torch.dtype | None = None
@@ -63,7 +64,7 @@ class Unit:
 
 
 class ShardedModule(nn.Module):
-    """Mixed into the class of every module that owns sharded parameters or is a unit."""
+    """Mixed into the class of every module that owns sharded parameters, is a unit, or was given to fully_shard."""
 
     _vescale_access: dict[str, Access]
     _vescale_unit: Unit | None

@@ -107,7 +107,9 @@ def fully_shard(
             for name, param in unit.params.items()
         }
     for members in units:
-        _shard_unit(members, places, over, comm, policy, blocks, root=module)
+        make_sharded(members.module, {}, _shard_unit(members, places, over, comm, policy, blocks, root=module))
+    if all(members.module is not module for members in units):  # what the root does at its edge, it does without any
+        make_sharded(module, {}, _unit_of((), policy, is_root=True))
     _name_buffers(module)
     stale_optimizers.watch()
     return module
@@ -122,7 +124,7 @@ def _shard_unit(
     blocks: Blocks,
     *,
     root: nn.Module,
-) -> None:
+) -> Unit:
     sync = GradientSync()
     plans = [(plan, group) for group in group_by_buffer(members) for plan in _plan(group, mesh, comm, blocks)]
     buffers = []
@@ -135,12 +137,15 @@ def _shard_unit(
             original._vescale_sharded = sharded  # type: ignore[attr-defined]
             for owner, attribute in places[original]:
                 _put(owner, attribute, cast(nn.Parameter, sharded), Binding(buffer, index))
-    unit = Unit(
-        tuple(buffers),
+    return _unit_of(tuple(buffers), policy, is_root=members.module is root)
+
+
+def _unit_of(buffers: tuple[DBuffer, ...], policy: MixedPrecisionPolicy, *, is_root: bool) -> Unit:
+    return Unit(
+        buffers,
         input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
-        output_dtype=policy.output_dtype if members.module is root else None,
+        output_dtype=policy.output_dtype if is_root else None,
     )
-    make_sharded(members.module, {}, unit)
 
 
 def _put(owner: nn.Module, attribute: str, sharded: nn.Parameter, binding: Binding) -> None:

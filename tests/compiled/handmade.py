@@ -74,7 +74,7 @@ class Graph:
         return node
 
     def buffer(self, use: Use = Use.PARAMETERS, unit: int = 0, *, slot: bool = False, carried: bool = False) -> fx.Node:
-        mark = Buffer(use, unit, carried)
+        mark = Buffer(use, unit, "0" if carried else "")
         if slot:
             return self.call(aten.slice.Tensor, self.slot, 0, 0, WORLD * S, mark=mark)
         return self.call(aten.empty.memory_format, [WORLD * S], mark=mark)

@@ -118,6 +118,19 @@ class SkipsALayer(models.Uneven):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Layers(torch.nn.Module):
+    """Has no parameters but those of its layers, and uses as many layers as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x, depth):
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x.sum()
+
+
 @pytest.mark.parametrize("compile", ["eager", None])
 @on_ranks(2)
 def test_a_unit_that_only_earlier_micro_batches_used_gets_its_gradient_at_once(compile):
@@ -134,6 +147,40 @@ def test_a_unit_that_only_earlier_micro_batches_used_gets_its_gradient_at_once(c
     assert gradients_differ(model, reference) < 1e-6
 
 
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_one_backward_may_run_through_forwards_inside_and_outside(compile):
+    torch._dynamo.reset()
+    data = models.batches(2, 11)
+    model, call = models.sharded(models.Uneven, compile=compile)
+    reference = models.build(models.Uneven)
+    for _ in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        with vc.no_sync(model):
+            first = call(*data[0])
+        (first + call(*data[1])).backward()
+        accumulate_unsharded(reference, data)
+        assert gradients_differ(model, reference) < 1e-7
+
+
+@on_ranks(2)
+def test_inside_no_sync_of_a_model_there_may_be_that_of_a_part():
+    """The last micro-batch uses that part alone, and reduces what the others accumulated for the rest."""
+    model, call = models.sharded(Layers)
+    x = torch.ones(2, 3)
+    with vc.no_sync(model):
+        call(x, 2).backward()
+        with vc.no_sync(model.layers[0]):
+            call(x, 2).backward()
+    call(x, 1).backward()
+    reference = models.build(Layers)
+    for depth in (2, 2, 1):
+        reference(x, depth).backward()
+    models.average_gradients(reference)
+    assert gradients_differ(model, reference) < 1e-6
+
+
 @on_ranks(2)
 def test_zero_grad_forgets_what_was_accumulated():
     torch._dynamo.reset()
@@ -146,6 +193,15 @@ def test_zero_grad_forgets_what_was_accumulated():
     reference = models.build(models.Uneven)
     accumulate_unsharded(reference, data[1:])
     assert gradients_differ(model, reference) == 0.0
+
+
+@on_ranks(2)
+def test_so_it_does_where_all_parameters_are_those_of_modules_inside():
+    model, call = models.sharded(Layers)
+    with vc.no_sync(model):
+        call(torch.ones(2, 3), 2).backward()
+    model.zero_grad()
+    assert all(buffer.unreduced is None for buffer in buffers_in(model))
 
 
 def test_no_sync_of_a_module_that_is_not_sharded_says_so():

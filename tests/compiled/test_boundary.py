@@ -3,7 +3,9 @@
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import fake_world, on_ranks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
@@ -159,6 +161,55 @@ def test_a_forward_whose_loss_is_dropped():
     call(*data[0])
     call(*data[1]).backward()
     assert all(map(torch.equal, gradients(model), reference(lambda call: call(*data[1]))))
+
+
+@pytest.mark.parametrize("alias", ["detach", "slice"])
+@on_ranks(2)
+def test_a_write_that_the_parameter_does_not_count_is_seen(alias):
+    """After a forward whose loss was dropped, what it carried is of the old values."""
+    data = models.batches(1, 11)[0]
+    model, call = compiled()
+    call(*data)
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.detach() if alias == "detach" else param[0:]).mul_(2)
+
+    def doubled(unsharded):
+        with torch.no_grad():
+            for param in unsharded.parameters():
+                param.mul_(2)
+        return unsharded(*data)
+
+    call(*data).backward()
+    assert all(map(torch.equal, gradients(model), reference(doubled)))
+
+
+@on_ranks(2)
+def test_one_rank_alone_may_write():
+    data = models.batches(1, 11)[0]
+    model, call = compiled()
+    call(*data)
+    if dist.get_rank() == 0:
+        for param in model.parameters():
+            param.to_local().detach().mul_(1)
+    call(*data).backward()
+    assert all(map(torch.equal, gradients(model), reference(lambda call: call(*data))))
+
+
+@on_ranks(2)
+def test_a_rank_may_train_a_model_of_its_own_between_a_forward_and_its_backward():
+    data = models.batches(1, 11)[0]
+    model, call = compiled()
+    alone = DeviceMesh("cpu", [0])
+    second = vc.fully_shard(models.build(models.Uneven, seed=1), mesh=alone) if dist.get_rank() == 0 else None
+    call_second = torch.compile(second, backend="vescale", options=OPTIONS) if second is not None else None
+    for _ in range(3):
+        model.zero_grad()
+        loss = call(*data)
+        if call_second is not None:
+            call_second(*data).backward()
+        loss.backward()
+        assert all(map(torch.equal, gradients(model), reference(lambda call: call(*data))))
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """The last reductions of a backward are waited for when their gradients are first read."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -9,6 +10,7 @@ import sys
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import fake_world, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -133,6 +135,15 @@ def test_where_autograd_looks_for_nan_nothing_is_left():
     with torch.autograd.detect_anomaly(check_nan=True):
         model, _ = after_backward()
     assert arriving(model) == []
+    assert all(map(torch.equal, gradients(model), reference()))
+
+
+@on_ranks(2)
+def test_one_rank_alone_may_look_for_nan():
+    model, again = after_backward()
+    model.zero_grad()
+    with torch.autograd.detect_anomaly() if dist.get_rank() == 0 else contextlib.nullcontext():
+        again()
     assert all(map(torch.equal, gradients(model), reference()))
 
 

@@ -28,6 +28,19 @@ class Probe(nn.Module):
         return self.linear(x.to(self.linear.weight.dtype))
 
 
+class Outer(nn.Module):
+    """Has parameters in its layers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Probe() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def probe(policy: vc.MixedPrecisionPolicy, compile: str | None):
     torch._dynamo.reset()
     model, call = models.sharded(Probe, compile=compile, mp_policy=policy)
@@ -102,3 +115,10 @@ def test_bf16_training_equals_casting_by_hand():
         expected.append(loss.item())
     assert losses == expected
     assert models.largest_difference(model, master) == 0.0
+
+
+@on_ranks(2)
+def test_so_it_is_where_the_root_has_no_parameters_of_its_own():
+    model = vc.fully_shard(Outer(), mp_policy=vc.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32))
+    assert model(torch.ones(2, 8)).dtype == FP32
+    assert {layer.seen[0] for layer in model.layers} == {BF16}

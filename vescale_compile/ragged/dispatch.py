@@ -301,7 +301,7 @@ _HANDLERS: dict[OpOverload, Handler] = {
     aten.eye.out: _eye,
     aten._amp_foreach_non_finite_check_and_unscale_.default: reductions.unscale_and_find_inf,
     aten._foreach_norm.Scalar: reductions.foreach_norm,
-    aten._is_any_true.default: reductions.any_nonzero,  # of autograd's anomaly mode
+    aten._is_any_true.default: reductions.any_here,
     aten.all.default: reductions.all_nonzero,
     aten.any.default: reductions.any_nonzero,
     aten.linalg_vector_norm.default: reductions.vector_norm,

@@ -52,6 +52,12 @@ def any_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     return _all_reduce(local.to(torch.int32), "max", args[0].device_mesh).to(local.dtype)
 
 
+def any_here(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Whether an element that this rank holds is true: what autograd's anomaly mode, which may be on for one rank
+    only, asks of gradients that it looks for NaN in."""
+    return func(args[0]._local_tensor)
+
+
 def all_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``tensor.all()`` over the whole tensor."""
     local = func(args[0]._local_tensor)
