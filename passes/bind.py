@@ -106,7 +106,7 @@ def _unshard_before(node: fx.Node, ordinal: int, unit: GraphUnit, inputs: _Input
     """Gathers the unit before ``node``; returns a node for each of its views."""
     graph = node.graph
     with graph.inserting_before(node):
-        gathered = graph.call_function(unshard, (*inputs, unit.views, unit.comm))
+        gathered = graph.call_function(unshard, (*inputs, unit.views, unit.comm, unit.others))
         return {
             (ordinal, index): graph.call_function(operator.getitem, (gathered, index))
             for index in range(len(unit.views))

@@ -119,6 +119,7 @@ class GraphUnit:
         shard: example of the flat shard, [S].
         port: example of the port [world_size * S] if gradients leave the graph unreduced, else None.
         views: the parameters that the graph reads.
+        others: trainable parameters of the unit that the graph does not read.
         comm: sizes, dtypes and process group of its collectives.
         reshard_after_forward: gather again in the backward, unless a memory budget leaves room to keep it.
         rounding: example of the handle of the stream that gradients are rounded by, if they are quantized, else None.
@@ -128,6 +129,7 @@ class GraphUnit:
     shard: Tensor
     port: Tensor | None
     views: tuple[ParamView, ...]
+    others: tuple[ParamView, ...]
     comm: CommSpec
     reshard_after_forward: bool
     rounding: Tensor | None = None
@@ -231,6 +233,13 @@ class CompileContext:
         """Goes on from what the passes of an equal compilation have found."""
         for name in _FOUND:
             setattr(self, name, found[name])
+
+    def without_gradient(self, unit: int) -> list[int]:
+        """Where in its buffer those trainable parameters of a unit begin that the joint graph has no gradients for."""
+        found = self.gradients.get(unit, frozenset())
+        read = self.units[unit].views
+        absent = [view for index, view in enumerate(read) if view.trainable and index not in found]
+        return sorted(view.offset for view in (*absent, *self.units[unit].others))
 
     def reshards(self, unit: int) -> bool:
         """Whether a unit is gathered again in the backward, by its ordinal."""

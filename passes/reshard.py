@@ -35,7 +35,7 @@ def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
     for node in recomputed:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     context.reduced_units = tuple(node.args[1] for node in gm.graph.nodes if node.target in _REDUCTIONS)
-    context.gradients = {node.args[5]: frozenset(node.args[2]) for node in gm.graph.nodes if node.target is ops.pack}
+    context.gradients = {node.args[6]: frozenset(node.args[2]) for node in gm.graph.nodes if node.target is ops.pack}
 
 
 def _casts_before(gather: fx.Node) -> list[fx.Node]:

@@ -53,9 +53,12 @@ def sink(gm: fx.GraphModule, context: CompileContext) -> None:
 def _replace_pack(pack: fx.Node, context: CompileContext) -> None:
     graph, value = pack.graph, pack.meta["val"]
     args: tuple[Any, ...] = pack.args
-    grads, offsets, views, _, _, unit = args
+    grads, offsets, views, unused, _, _, unit = args
     with graph.inserting_before(pack):
         buffer = allocate(graph, value.numel(), like=value, mark=Buffer(Use.GRADIENTS, unit))
+        for offset, length in zip(unused[::2], unused[1::2], strict=True):
+            place = call(graph, _aten.slice.Tensor, buffer, 0, offset, offset + length)
+            call(graph, _aten.fill_.Scalar, place, 0)
     pack.replace_all_uses_with(buffer)
     graph.erase_node(pack)
     sinking = _Sinking(graph, context, order_of(graph), {grad for grad, n in Counter(grads).items() if n > 1})

@@ -48,7 +48,7 @@ def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     assert part is not None
     launches = _Execution(context).check(gm.graph)
     _check_counts(launches, part, context)
-    context.collectives[part] = [_line(node, comm) for node, comm in launches]
+    context.collectives[part] = [_line(node, comm, context) for node, comm in launches]
 
 
 class _State(enum.Enum):
@@ -254,6 +254,8 @@ def _collective_of(node: fx.Node) -> tuple[object, ...]:
     return (node,)
 
 
-def _line(node: fx.Node, comm: Comm) -> str:
+def _line(node: fx.Node, comm: Comm, context: CompileContext) -> str:
     source = node.all_input_nodes[0].meta["val"]
-    return f"{comm.kind} of unit {comm.unit}: {source.numel()} elements of {source.dtype}{shared_text(node)}"
+    line = f"{comm.kind} of unit {comm.unit}: {source.numel()} elements of {source.dtype}{shared_text(node)}"
+    absent = context.without_gradient(comm.unit) if comm.kind == REDUCE_SCATTER else []
+    return f"{line}, without gradients of parameters at {absent}" if absent else line

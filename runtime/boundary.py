@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -20,6 +20,7 @@ from ..torch_internals import after_backward
 from .arrivals import Arrival, arrival_of
 from .dbuffer import DBuffer
 from .unshard import reduce_scatter
+from .used import used_on_any_rank
 
 
 class Binding(NamedTuple):
@@ -66,7 +67,7 @@ def bound(param: Tensor) -> Binding:
     return binding
 
 
-def flat_input(buffer: DBuffer, params: Sequence[Tensor], *, reduced: bool, used: set[int]) -> Tensor:
+def flat_input(buffer: DBuffer, params: Sequence[Tensor], *, reduced: bool, used: Callable[[], set[int]]) -> Tensor:
     """Returns the tensor through which the gradients of ``params`` will come back.
 
     Args:
@@ -75,7 +76,7 @@ def flat_input(buffer: DBuffer, params: Sequence[Tensor], *, reduced: bool, used
         reduced: True gives the shard, [S], and expects its gradient, reduced. False gives a port,
             [world_size * S], and expects the gradient before reduction, which is then accumulated; it is
             reduced when the forward ran outside ``no_sync``.
-        used: indices of the parameters that get a gradient, read when the backward runs.
+        used: gives the indices of the parameters that get a gradient; called when the backward has computed them.
     """
     trainable = tuple(p for p in params if p.requires_grad)
     if not (torch.is_grad_enabled() and trainable):
@@ -90,7 +91,7 @@ class _FlatInput(torch.autograd.Function):
         buffer: DBuffer,
         reduced: bool,
         reduce_now: bool,
-        used: set[int],
+        used: Callable[[], set[int]],
         *params: ShardedParameter,
     ) -> Tensor:
         ctx.buffer, ctx.reduced, ctx.reduce_now, ctx.used = buffer, reduced, reduce_now, used
@@ -105,13 +106,12 @@ class _FlatInput(torch.autograd.Function):
         buffer: DBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params
         inputs = {p._vescale_binding.slot for p in params}
-        owed = inputs & ctx.used if grad is not None else set()
+        owed = ctx.used() if grad is not None else set()
         if grad is not None and not ctx.reduced:
             buffer.accumulate(grad, owed)
             grad = None
         if ctx.reduce_now and buffer.unreduced is not None:
-            accumulated, accumulated_for = buffer.take_unreduced()
-            late = _reduce(buffer, accumulated)
+            late, accumulated_for = _reduce_accumulated(buffer)
             if grad is not None:
                 if (arrival := arrival_of(grad)) is not None:
                     arrival.wait()
@@ -126,9 +126,12 @@ class _FlatInput(torch.autograd.Function):
         return None, None, None, None, *(_local_grad(p, grad, owed) for p in params)
 
 
-def _reduce(buffer: DBuffer, packed: Tensor) -> Tensor:
-    """Averages an unreduced gradient [world_size * S] over the ranks: this rank's [S], in the shard's dtype."""
-    return reduce_scatter(packed, buffer.rounding_handle, buffer.comm()).to(buffer.shard.dtype)
+def _reduce_accumulated(buffer: DBuffer) -> tuple[Tensor, set[int]]:
+    """Averages what has accumulated, [world_size * S], over the ranks: this rank's [S], in the shard's dtype, and the
+    parameters whose gradients are in it."""
+    accumulated, used = buffer.take_unreduced()
+    used = used_on_any_rank(buffer, used)
+    return reduce_scatter(accumulated, buffer.rounding_handle, buffer.comm()).to(buffer.shard.dtype), used
 
 
 def _reduce_left(buffers: Sequence[DBuffer]) -> None:
@@ -136,8 +139,7 @@ def _reduce_left(buffers: Sequence[DBuffer]) -> None:
     one backward runs through forwards inside and outside ``no_sync``."""
     for buffer in buffers:
         if buffer.unreduced is not None and buffer.sync.enabled:
-            accumulated, accumulated_for = buffer.take_unreduced()
-            _give(buffer, _reduce(buffer, accumulated), accumulated_for)
+            _give(buffer, *_reduce_accumulated(buffer))
 
 
 def _local_grad(param: ShardedParameter, flat_grad: Tensor, owed: set[int]) -> Tensor | None:

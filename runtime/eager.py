@@ -8,7 +8,6 @@ compiled, and its memory is that of ``reshard_after_forward=False``.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from .agreement import agree_on_leaving_compiled_code
 from .boundary import Binding, flat_input
 from .dbuffer import DBuffer
 from .unshard import unshard
+from .used import used_on_any_rank
 
 
 @dataclass
@@ -79,21 +79,18 @@ def _key(buffer: DBuffer) -> tuple[bool, bool, int]:
 
 def _gather(buffer: DBuffer) -> _Gathered:
     agree_on_leaving_compiled_code(buffer)
-    used: set[int] = set()
+    found: list[int] = []  # in the backward that ran last; there may be several
     reduced = buffer.sync.in_graph
-    flat = flat_input(buffer, buffer.params, reduced=reduced, used=used)
+    flat = flat_input(
+        buffer,
+        buffer.params,
+        reduced=reduced,
+        used=lambda: used_on_any_rank(buffer, set(found)) if reduced else set(found),
+    )
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
     shard, port = (flat, None) if reduced else (buffer.shard, flat)
-    params = unshard(shard, port, buffer.rounding_handle, views, buffer.comm())
-    for index, param in enumerate(params):
-        if param.requires_grad:  # a parameter that the loss does not depend on gets no gradient
-            param.register_hook(functools.partial(_note, used, index))
+    params = unshard(shard, port, buffer.rounding_handle, views, buffer.comm(), found=found)
     return _Gathered(_key(buffer), params, _version(params[0]))
-
-
-def _note(used: set[int], index: int, grad: Tensor | None) -> None:
-    if grad is not None:  # None: the other parameters of the gather had gradients, this one has none
-        used.add(index)
 
 
 def _version(tensor: Tensor) -> int:

@@ -43,7 +43,13 @@ def _all_gather(shard: Tensor, unit: int, world_size: int, group: str) -> Tensor
 
 @torch.no_grad()
 def _pack(
-    grads: Sequence[Tensor], offsets: Sequence[int], views: Sequence[int], numel: int, dtype: torch.dtype, unit: int
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    views: Sequence[int],
+    unused: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    unit: int,
 ) -> Tensor:
     """Lays gradients out in a buffer of ``numel`` elements, each from its offset on; what lies between is undefined.
 
@@ -51,6 +57,8 @@ def _pack(
         grads: gradients, in the order of their offsets.
         offsets: first element of each in the buffer.
         views: which of the unit's views each is the gradient of; the others have none. Only for passes.
+        unused: places of parameters that have no gradient here, and may have one on another rank: first element and
+            number of elements of each in turn. Zeroed.
         numel: elements of the buffer, [world_size * S].
         dtype: of the buffer.
         unit: ordinal of the unit among the graph's inputs. Only for passes.
@@ -58,6 +66,8 @@ def _pack(
     packed = grads[0].new_empty(numel, dtype=dtype)
     for grad, offset in zip(grads, offsets, strict=True):
         packed.narrow(0, offset, grad.numel()).view(grad.shape).copy_(grad)
+    for offset, length in zip(unused[::2], unused[1::2], strict=True):
+        packed.narrow(0, offset, length).zero_()
     return packed
 
 
@@ -180,7 +190,13 @@ def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str) -> T
 
 
 def _pack_fake(
-    grads: Sequence[Tensor], offsets: Sequence[int], views: Sequence[int], numel: int, dtype: torch.dtype, unit: int
+    grads: Sequence[Tensor],
+    offsets: Sequence[int],
+    views: Sequence[int],
+    unused: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    unit: int,
 ) -> Tensor:
     return grads[0].new_empty(numel, dtype=dtype)
 
@@ -191,7 +207,7 @@ def _reduce_scatter_fake(full: Tensor, unit: int, group: str, replicas: str) -> 
 
 define("all_gather(Tensor shard, int unit, int world_size, str group) -> Tensor", _all_gather, _all_gather_fake)
 define(
-    "pack(Tensor[] grads, int[] offsets, int[] views, int numel, ScalarType dtype, int unit) -> Tensor",
+    "pack(Tensor[] grads, int[] offsets, int[] views, int[] unused, int numel, ScalarType dtype, int unit) -> Tensor",
     _pack,
     _pack_fake,
 )

@@ -49,7 +49,13 @@ class CommSpec(NamedTuple):
 
 
 def unshard(
-    shard: Tensor, port: Tensor | None, rounding: Tensor | None, views: Sequence[ParamView], comm: CommSpec
+    shard: Tensor,
+    port: Tensor | None,
+    rounding: Tensor | None,
+    views: Sequence[ParamView],
+    comm: CommSpec,
+    others: Sequence[ParamView] = (),
+    found: list[int] | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the full parameters of a unit, as views of one gathered buffer.
 
@@ -61,11 +67,13 @@ def unshard(
         rounding: handle of the stream that gradients are rounded by where reductions are quantized, else None.
         views: the parameters wanted.
         comm: sizes, dtypes and process group.
+        others: the unit's other trainable parameters, which are not wanted here, and may be on another rank.
+        found: outside graphs, a list that after each backward says which of ``views`` had gradients.
 
     Returns:
         One tensor of ``param_dtype`` for each of ``views``.
     """
-    return _Unshard.apply(shard, port, rounding, tuple(views), comm)
+    return _Unshard.apply(shard, port, rounding, tuple(views), comm, tuple(others), found)
 
 
 class _Unshard(torch.autograd.Function):
@@ -77,18 +85,20 @@ class _Unshard(torch.autograd.Function):
         rounding: Tensor | None,
         views: tuple[ParamView, ...],
         comm: CommSpec,
+        others: tuple[ParamView, ...],
+        found: list[int] | None,
     ) -> tuple[Tensor, ...]:
         gathered = _all_gather(shard, comm)
         params = tuple(gathered.narrow(0, view.offset, view.numel).view(view.shape) for view in views)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(param for param, view in zip(params, views, strict=True) if not view.trainable))
-        ctx.views, ctx.comm, ctx.rounding = views, comm, rounding
+        ctx.views, ctx.comm, ctx.rounding, ctx.others, ctx.found = views, comm, rounding, others, found
         ctx.shard_numel, ctx.shard_dtype = shard.numel(), shard.dtype
         ctx.reduces = port is None
         return params
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         comm: CommSpec = ctx.comm
         found = sorted(
             (view.offset, index, grad)
@@ -96,13 +106,36 @@ class _Unshard(torch.autograd.Function):
             if grad is not None
         )
         if not found:
-            return None, None, None, None, None
+            return (None,) * 7
         offsets, indices, present = (list(column) for column in zip(*found, strict=True))
+        if ctx.found is not None:
+            ctx.found[:] = indices
         numel = ctx.shard_numel * comm.world_size
-        packed = ops.pack(present, offsets, indices, numel, comm.reduce_dtype, comm.unit)
+        absent = [view for index, view in enumerate(ctx.views) if index not in indices]
+        unused = _unused(offsets, [*absent, *ctx.others])
+        packed = ops.pack(present, offsets, indices, unused, numel, comm.reduce_dtype, comm.unit)
         if not ctx.reduces:
-            return None, packed, None, None, None
-        return reduce_scatter(packed, ctx.rounding, comm).to(ctx.shard_dtype), None, None, None, None
+            return None, packed, None, None, None, None, None
+        return reduce_scatter(packed, ctx.rounding, comm).to(ctx.shard_dtype), None, None, None, None, None, None
+
+
+def _unused(used: Sequence[int], absent: Sequence[ParamView]) -> list[int]:
+    """First element and number of elements, in turn, of each run of trainable parameters with no gradient.
+
+    Args:
+        used: offsets of the parameters that have one.
+        absent: the unit's other parameters.
+    """
+    places = [(offset, 0) for offset in used] + [(view.offset, view.numel) for view in absent if view.trainable]
+    found: list[int] = []
+    joins = False  # whether a parameter without a gradient lies before
+    for offset, numel in sorted(places):
+        if numel and joins:
+            found[-1] = offset + numel - found[-2]
+        elif numel:
+            found += [offset, numel]
+        joins = numel > 0
+    return found
 
 
 def _all_gather(shard: Tensor, comm: CommSpec) -> Tensor:

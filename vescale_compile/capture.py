@@ -18,6 +18,7 @@ from .ragged.dtensor import RaggedDTensor
 from .runtime.agreement import first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
+from .runtime.unshard import ParamView
 from .torch_internals import copy_capture_marks, tracing_fake_mode
 
 
@@ -122,7 +123,14 @@ def _graph_unit(ordinal: int, buffer: DBuffer, params: Sequence[Tensor]) -> Grap
         port = None if reduces else buffer.port(shard).requires_grad_()
         rounding = torch.zeros(1, dtype=torch.int64, device="cpu") if buffer.gradient_packing else None
     comm, reshard = buffer.comm(ordinal), buffer.policy.reshard_after_forward
-    return GraphUnit(buffer.name, shard, port, views, comm, reshard, rounding)
+    return GraphUnit(buffer.name, shard, port, views, _others(buffer, params), comm, reshard, rounding)
+
+
+def _others(buffer: DBuffer, read: Sequence[Tensor]) -> tuple[ParamView, ...]:
+    """The buffer's trainable parameters that are not among those ``read``."""
+    indices = {bound(param).slot for param in read}
+    unread = (index for index, param in enumerate(buffer.params) if param.requires_grad and index not in indices)
+    return tuple(buffer.view_of(index, trainable=True) for index in unread)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

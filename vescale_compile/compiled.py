@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from .passes.context import GraphError
 from .runtime.agreement import agree_on_buffers, agree_on_graph
 from .runtime.boundary import binding_of, flat_input
 from .runtime.dbuffer import DBuffer
+from .runtime.used import add_graph, used_on_any_rank
 
 
 class CompiledGraph:
@@ -21,10 +23,12 @@ class CompiledGraph:
 
     def __init__(self, captured: Capture, run: Callable[..., Any], deadline: float) -> None:
         self._units = captured.units
+        gradients = captured.context.gradients
         self._with_gradient = tuple(
-            {unit.indices[view] for view in captured.context.gradients.get(ordinal, ())}
-            for ordinal, unit in enumerate(captured.units)
+            {unit.indices[view] for view in gradients.get(ordinal, ())} for ordinal, unit in enumerate(captured.units)
         )
+        for ordinal in gradients:
+            add_graph(captured.units[ordinal].layout, self._with_gradient[ordinal])
         self._others = captured.others
         self._run = run
         self._deadline = deadline
@@ -37,8 +41,10 @@ class CompiledGraph:
         for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
             buffer.compiled = True
             params = [args[position] for position in unit.positions]
-            flat = flat_input(buffer, params, reduced=unit.graph.port is None, used=used)
-            flats.extend([flat] if unit.graph.port is None else [buffer.shard, flat])
+            reduced = unit.graph.port is None
+            found = functools.partial(used_on_any_rank, buffer, used, compiled=True) if reduced else used.copy
+            flat = flat_input(buffer, params, reduced=reduced, used=found)
+            flats.extend([flat] if reduced else [buffer.shard, flat])
             flats.extend([buffer.rounding_handle] if unit.graph.rounding is not None else [])
         return self._run(*flats, *(args[position] for position in self._others))
 

@@ -33,6 +33,7 @@ def context(
             shard=torch.empty(S),
             port=None,
             views=(ParamView(0, (WORLD * S,), True),),
+            others=(),
             comm=CommSpec(ordinal, WORLD, "0", "", torch.float32, torch.float32, S),
             reshard_after_forward=reshard,
         )
@@ -48,6 +49,7 @@ def context(
         units=units,
         params={},
         reduced_units=reduced,
+        gradients=dict.fromkeys(reduced, frozenset([0])),
         carried=frozenset(carried),
         part=part,
     )
