@@ -34,6 +34,8 @@ from .memory import peak_of
 from .prediction import predict, predict_alone
 from .tasks import Collective, collectives_of, seconds_of, segments_of, task_graph
 
+LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
+
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
 
 
@@ -107,7 +109,7 @@ def _refuse(tasks: TaskGraph, context: CompileContext) -> None:
     try:
         check_budget(tasks, context.memory_budget)
     except BudgetError as error:
-        fail(context, None, f"{context.part.value}: {error}")
+        fail(context, None, f"{context.part.value}: {error}. {LARGEST_FIRST}")
 
 
 def _place_carried(graph: fx.Graph) -> None:

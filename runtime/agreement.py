@@ -12,8 +12,10 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,8 +44,34 @@ _SAME_VALUES = (
     "built, or load one checkpoint on all."
 )
 
-_agreed_graphs: set[tuple[str, ...]] = set()
-_exchanges: dict[str, itertools.count[int]] = {}
+
+@dataclass
+class _Life:
+    """What has been agreed on since the default process group was initialized: ranks may be others the next time.
+
+    Attributes:
+        graphs: meshes, by name, and the collectives of graphs that they have agreed on.
+        exchanges: prefixes of the keys of exchanges to come, by the mesh's name.
+    """
+
+    graphs: set[tuple[str, ...]] = field(default_factory=set)
+    exchanges: dict[str, Iterator[str]] = field(default_factory=dict)
+
+    def next_exchange(self, mesh: DeviceMesh) -> str:
+        name = _name(mesh)
+        if name not in self.exchanges:
+            # A store may outlive the process group, and hold what was posted then: torchrun's does.
+            earlier = (default_store().add(f"vescale/{name}/members", 1) - 1) // mesh.size()
+            self.exchanges[name] = (f"vescale/{name}/{earlier}/{number}" for number in itertools.count())
+        return next(self.exchanges[name])
+
+
+_lives: WeakKeyDictionary[dist.ProcessGroup, _Life] = WeakKeyDictionary()
+
+
+def _life() -> _Life:
+    assert dist.group.WORLD is not None
+    return _lives.setdefault(dist.group.WORLD, _Life())
 
 
 class RanksDisagree(RuntimeError):
@@ -64,13 +92,13 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE
     for mesh in dict.fromkeys(buffer.mesh for buffer in fresh):
         members = [buffer for buffer in fresh if buffer.mesh == mesh]
         lines = [line for each in members for line in each.describe()]
-        agree(mesh, "sharded model", lines, deadline_s=deadline_s)
+        agreed = agree(mesh, "sharded model", lines, deadline_s=deadline_s)
         if any(buffer.replicas is not None for buffer in members):
             sums = [f"unit {each.name}: checksum of this shard {each.checksum()}" for each in members]
             names = mesh.mesh_dim_names or ()
             agree(mesh[names[0]], "values of replicas", sums, remedy=_SAME_VALUES, deadline_s=deadline_s)
         for buffer in members:
-            buffer.agreed = True
+            buffer.agreed = agreed
 
 
 def agree_on_graph(
@@ -83,11 +111,11 @@ def agree_on_graph(
     """
     for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
         key = (_name(mesh), *collectives)
-        if key not in _agreed_graphs:
+        if key not in _life().graphs:
             lines = collectives if problem is None else [problem]
             agree(mesh, "compiled graph", lines, absent=_STILL_COMPILING, deadline_s=deadline_s)
             if problem is None and dist.get_backend() != "fake":  # where nobody was asked
-                _agreed_graphs.add(key)
+                _life().graphs.add(key)
 
 
 @torch.compiler.disable
@@ -103,21 +131,25 @@ def agree_on_leaving_compiled_code(buffer: DBuffer) -> None:
         buffer.left_compiled_code = True
 
 
-def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
+def first_decides(mesh: DeviceMesh, agreed: str) -> Callable[[str, str], str]:
     """A function ``decide(question, answer)`` that returns, on every rank of ``mesh`` and whenever it is called, the
     answer of the first rank that came to the question.
 
     For what all ranks must do alike but may see otherwise: a schedule rests on predicted times, and so on the sizes of
     this rank's batch. Nobody waits for anybody, so a rank may compile again alone. Questions must be equal on ranks
     that need one answer, and be of one graph only. With one rank, or the ``fake`` backend, there is nobody to ask.
+
+    Args:
+        mesh: whose ranks.
+        agreed: names the model that decisions are about, as :attr:`DBuffer.agreed` does; another has its own.
     """
     if mesh.size() == 1 or dist.get_backend() == "fake":
         return lambda question, answer: answer
-    store, prefix = default_store(), f"vescale/{_name(mesh)}/decided"
+    store = default_store()
 
     def decide(question: str, answer: str) -> str:
         key = hashlib.sha256(question.encode()).hexdigest()
-        return store.compare_set(f"{prefix}/{key}", "", answer).decode()
+        return store.compare_set(f"{agreed}/decided/{key}", "", answer).decode()
 
     return decide
 
@@ -130,7 +162,7 @@ def agree(
     remedy: str = _SAME_MODEL,
     absent: str = _OTHERWISE_BUSY,
     deadline_s: float = DEADLINE_S,
-) -> None:
+) -> str:
     """Raises on every rank of ``mesh`` unless all of them call this with the same ``lines``.
 
     Args:
@@ -142,17 +174,21 @@ def agree(
         absent: ends the message of RanksMissing.
         deadline_s: how long to wait for the other ranks, seconds.
 
+    Returns:
+        A name for this exchange, the same on all ranks.
+
     Raises:
         RanksDisagree: naming the ranks that differ, and the first difference.
         RanksMissing: naming the ranks that did not arrive.
     """
     if mesh.size() == 1 or dist.get_backend() == "fake":
-        return
+        return "alone"
     exchange = _Exchange(mesh, what, list(lines), remedy, absent, deadline_s)
     message = exchange.judge() if exchange.rank == exchange.ranks[0] else exchange.read_verdict()
     if message is not None:
         missing = message.startswith("no answer")
         raise (RanksMissing if missing else RanksDisagree)(f"[rank {dist.get_rank()}] {what}: {message}")
+    return exchange.prefix
 
 
 class _Exchange:
@@ -167,8 +203,7 @@ class _Exchange:
         self.absent = absent
         self.deadline = time.monotonic() + deadline_s
         self.deadline_s = deadline_s
-        name = _name(mesh)
-        self.prefix = f"vescale/{name}/{next(_exchanges.setdefault(name, itertools.count()))}"
+        self.prefix = _life().next_exchange(mesh)
         digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._post(f"digest/{self.rank}", digest)
 

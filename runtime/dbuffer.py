@@ -127,7 +127,7 @@ class DBuffer:
         packing, gradient_packing: of quantized gathers and reductions; derived, None where nothing is quantized.
         rounding: the stream that quantized gradients are rounded by.
         params: the sharded parameters themselves, one for each slot, once they exist.
-        agreed: whether all ranks are known to have the same layout.
+        agreed: names the exchange in which all ranks were found to have the same layout; "" before.
         compiled: whether a compiled graph has gathered it.
         left_compiled_code: whether all ranks are known to have gathered it without one after that.
         unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
@@ -140,7 +140,7 @@ class DBuffer:
     policy: CommPolicy
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
-    agreed: bool = False
+    agreed: str = ""
     compiled: bool = False
     left_compiled_code: bool = False
     unreduced: Tensor | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .capture import Capture, capture
-from .compiled import CompiledGraph, check_agreement
+from .compiled import CompiledGraph, check_agreement, others_hear_of_failures
 from .dump import GraphDump
 from .frames import roomy
 from .inductor_order import KeptOrder
@@ -26,7 +26,6 @@ from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
 from .report import GraphReport, over_budget
-from .runtime.agreement import agree_on_buffers
 from .runtime.pool import SlotSpec, with_fresh_slots, with_slots
 from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
@@ -82,7 +81,6 @@ def vescale(
     captured = capture(gm, example_inputs, read)
     if captured is None:
         return _compile_unsharded(gm, example_inputs, read, generate_code)
-    agree_on_buffers(captured.buffers, deadline_s=read.deadline)
     registered = registering_group(captured.buffers) if read.registered_memory else None
     dump = GraphDump(captured.context.rank, on_graph)
     run_stage(
@@ -93,10 +91,11 @@ def vescale(
     )
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
     add_slots = functools.partial(with_slots, registered=registered) if generate_code else with_fresh_slots
-    if captured.context.lowering is Lowering.INDUCTOR:
-        run = _lower_inductor(captured, inputs, dump, add_slots, generate_code, read.deadline)
-    else:
-        run = _lower_eager(captured, inputs, dump, add_slots)
+    with others_hear_of_failures(captured, read.deadline):
+        if captured.context.lowering is Lowering.INDUCTOR:
+            run = _lower_inductor(captured, inputs, dump, add_slots, generate_code, read.deadline)
+        else:
+            run = _lower_eager(captured, inputs, dump, add_slots)
     report = GraphReport.of(captured)
     check_agreement(captured, over_budget(report, read.budget_bytes), read.deadline)
     if on_compiled is not None:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from .hardware import cluster_for
 from .options import Options
 from .passes.context import CompileContext, GraphUnit, Lowering, ParamInput
 from .ragged.dtensor import RaggedDTensor
-from .runtime.agreement import first_decides
+from .runtime.agreement import agree_on_buffers, first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.unshard import ParamView
@@ -59,7 +58,11 @@ class Capture:
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Capture | None:
-    """Reads the sharded parameters among the example inputs; None if there are none."""
+    """Reads the sharded parameters among the example inputs; None if there are none.
+
+    Raises:
+        RanksDisagree, RanksMissing: other ranks do not have the same parameters.
+    """
     bindings = {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
     if not bindings:
         return None
@@ -81,14 +84,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         for view, position in enumerate(unit.positions)
     }
     shard = next(iter(positions)).shard
-    decide = first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size))
+    agree_on_buffers(tuple(positions), deadline_s=options.deadline)
+    widest = max(positions, key=lambda buffer: buffer.mesh.size())
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
         cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
         wanted_cluster=repr(options.cluster),
         memory_budget=options.budget_bytes,
-        decide=decide,
+        decide=first_decides(widest.mesh, widest.agreed),
         units=tuple(unit.graph for unit in units),
         params=params,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .capture import Capture, CapturedUnit
 from .passes.context import GraphError
-from .runtime.agreement import agree_on_buffers, agree_on_graph
+from .runtime.agreement import RanksDisagree, RanksMissing, agree_on_buffers, agree_on_graph
 from .runtime.boundary import binding_of, flat_input
 from .runtime.dbuffer import DBuffer
 from .runtime.used import add_graph, used_on_any_rank
@@ -63,6 +64,19 @@ def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> DBuffer:
             f"{buffer.name}, which is laid out otherwise. This is a bug in guards: call torch._dynamo.reset()"
         )
     return buffer
+
+
+@contextlib.contextmanager
+def others_hear_of_failures(captured: Capture, deadline: float) -> Iterator[None]:
+    """While a model's first graphs are compiled: a rank that fails says why in place of its collectives, so that the
+    others do not wait for it until the deadline. A rank that compiles again by itself has nobody who would listen."""
+    try:
+        yield
+    except Exception as error:
+        if not any(buffer.compiled for buffer in captured.buffers):
+            with contextlib.suppress(RanksDisagree, RanksMissing):
+                agree_on_graph(captured.buffers, [], str(error), deadline_s=deadline)
+        raise
 
 
 def check_agreement(captured: Capture, problem: str | None, deadline: float) -> None:

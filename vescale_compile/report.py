@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .capture import Capture
 from .cost import Cluster
 from .passes.context import CompileContext, Part
+from .passes.overlap import LARGEST_FIRST
 from .passes.summary import Kind, Summary
 from .quantities import size_text as _size
 from .quantities import time_text as _time
@@ -111,7 +112,7 @@ def over_budget(graph: GraphReport, budget: int | None) -> str | None:
     return (
         f"memory_budget is {_size(budget)}, but a step takes {_size(graph.peak_bytes)} with its slots "
         f"({_size(graph.slot_bytes)}) and shards ({_size(graph.shard_bytes)}). Give at least that, or make units "
-        "smaller. Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
+        f"smaller. {LARGEST_FIRST}"
     )
 
 

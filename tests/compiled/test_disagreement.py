@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import COLLECTIVE_TIMEOUT, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,7 +16,6 @@ import vescale_compile as vc
 from vescale_compile import backend
 from vescale_compile.runtime import agreement
 from vescale_compile.runtime.agreement import RanksMissing, agree, first_decides
-from vescale_compile.runtime.boundary import bound
 from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -99,8 +98,8 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
 
 @on_ranks(3)
 def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later():
-    model, _ = models.sharded(models.Uneven)
-    decide = first_decides(bound(next(model.parameters())).buffer.mesh)
+    mesh = init_device_mesh("cpu", (3,))
+    decide, of_another_model = (first_decides(mesh, agree(mesh, "model", [])) for _ in range(2))
     rank = dist.get_rank()
     if rank == 1:
         assert decide("which order", "mine") == "mine"
@@ -108,6 +107,29 @@ def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later
     if rank == 2:
         assert decide("which order", "another") == "mine"
         assert decide("another graph's order", "another") == "another"
+        assert of_another_model("which order", "another") == "another"
+
+
+@on_ranks(2)
+def test_a_process_group_that_is_initialized_again_begins_anew(tmp_path):
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    if rank == ODD:
+        with pytest.raises(RanksMissing):
+            agree(mesh, "nobody else comes", [], deadline_s=0.1)
+    dist.destroy_process_group()
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=COLLECTIVE_TIMEOUT)
+    agree(init_device_mesh("cpu", (2,)), "both come", [], deadline_s=10)
+
+
+@on_ranks(2)
+def test_what_an_earlier_process_group_left_in_the_store_is_not_read():
+    mesh = init_device_mesh("cpu", (2,))
+    keys = []
+    for _ in range(2):
+        keys.append(agreement._Life().next_exchange(mesh))
+        dist.barrier()
+    assert len(set(keys)) == 2
 
 
 @on_ranks(2)
@@ -130,6 +152,24 @@ def test_what_makes_a_graph_unusable_on_one_rank_is_told_to_all():
         _, call = models.sharded(models.Uneven)
         with pytest.raises(Exception, match="rank 1 has 'memory_budget is too small' where rank 0 has 'forward: "):
             call(*models.batches(1, 11)[0])
+
+
+@on_ranks(2)
+def test_a_rank_that_can_not_compile_says_so_at_once():
+    def refuse(*_):
+        raise RuntimeError("too many words")
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == ODD:
+            patch.setattr(backend, "_lower_eager", refuse)
+        _, call = models.sharded(lambda: models.Uneven(5))  # of which no graphs were agreed on
+        heard = (
+            "too many words" if dist.get_rank() == ODD else "rank 1 has 'too many words' where rank 0 has 'forward: "
+        )
+        with pytest.raises(Exception, match=heard) as error:
+            call(*models.batches(1, 11)[0])
+        assert ("differ" in str(error.value)) == (dist.get_rank() != ODD)
 
 
 @on_ranks(2)
