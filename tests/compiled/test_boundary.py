@@ -196,6 +196,7 @@ def test_one_rank_alone_may_write():
     assert all(map(torch.equal, gradients(model), reference(lambda call: call(*data))))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_may_train_a_model_of_its_own_between_a_forward_and_its_backward():
     data = models.batches(1, 11)[0]

@@ -11,7 +11,7 @@ import vescale_compile as vc
 from vescale_compile.examples.llama import SIZES, Llama
 
 STEPS = 10
-LANGUAGE_MODELS = ["llama", "hf_llama", "hf_gpt_oss"]
+LANGUAGE_MODELS = ["llama", "hf_llama", pytest.param("hf_gpt_oss", marks=pytest.mark.slow)]
 
 
 def compare(name: str, lowering: str | None, reference: str | None, vocab: int, steps: int = STEPS, **options):
@@ -48,6 +48,7 @@ def test_an_embedding_and_a_head_with_a_buffer_each_are_bit_equal_on_two_ranks()
     assert compare("many_words", "eager", "aot_eager", 8192, steps=3) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_blocks_gathered_in_parts_are_bit_equal_on_two_ranks():
     assert compare("wide", "eager", "aot_eager", 64, steps=3) == (0.0, 0.0)

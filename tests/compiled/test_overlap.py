@@ -160,6 +160,7 @@ def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowerin
     assert ran == [event for part in graph.parts.values() for event in part.schedule]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
     losses = []

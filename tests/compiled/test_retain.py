@@ -83,6 +83,7 @@ def test_the_report_names_the_units_that_are_kept():
     assert str(graph).count("kept: memory_budget allows it") == len(kept)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_is_kept_changes_no_number():
     data = models.batches(4, 11)
