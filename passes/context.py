@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -119,7 +120,7 @@ class GraphUnit:
         shard: example of the flat shard, [S].
         port: example of the port [world_size * S] if gradients leave the graph unreduced, else None.
         views: the parameters that the graph reads.
-        others: trainable parameters of the unit that the graph does not read.
+        others: parameters of the unit that the graph does not read.
         comm: sizes, dtypes and process group of its collectives.
         reshard_after_forward: gather again in the backward, unless a memory budget leaves room to keep it.
         rounding: example of the handle of the stream that gradients are rounded by, if they are quantized, else None.
@@ -142,6 +143,12 @@ class GraphUnit:
     @property
     def shard_bytes(self) -> int:
         return self.shard.numel() * self.shard.itemsize
+
+    @property
+    def places(self) -> str:
+        """A digest of where all its parameters lie, equal on all ranks."""
+        places = sorted((view.offset, view.shape) for view in (*self.views, *self.others))
+        return hashlib.sha256(repr(places).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -235,10 +242,9 @@ class CompileContext:
             setattr(self, name, found[name])
 
     def without_gradient(self, unit: int) -> list[int]:
-        """Where in its buffer those trainable parameters of a unit begin that the joint graph has no gradients for."""
+        """Where in its buffer those parameters of a unit begin that the joint graph has no gradients for."""
         found = self.gradients.get(unit, frozenset())
-        read = self.units[unit].views
-        absent = [view for index, view in enumerate(read) if view.trainable and index not in found]
+        absent = [view for index, view in enumerate(self.units[unit].views) if index not in found]
         return sorted(view.offset for view in (*absent, *self.units[unit].others))
 
     def reshards(self, unit: int) -> bool:

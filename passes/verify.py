@@ -49,6 +49,9 @@ def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     launches = _Execution(context).check(gm.graph)
     _check_counts(launches, part, context)
     context.collectives[part] = [_line(node, comm, context) for node, comm in launches]
+    if part is Part.BACKWARD:
+        accumulated = (unit for unit in sorted(context.gradients) if context.units[unit].port is not None)
+        context.collectives[part] += [f"gradient of unit {unit}{_gradients(unit, context)}" for unit in accumulated]
 
 
 class _State(enum.Enum):
@@ -257,5 +260,11 @@ def _collective_of(node: fx.Node) -> tuple[object, ...]:
 def _line(node: fx.Node, comm: Comm, context: CompileContext) -> str:
     source = node.all_input_nodes[0].meta["val"]
     line = f"{comm.kind} of unit {comm.unit}: {source.numel()} elements of {source.dtype}{shared_text(node)}"
-    absent = context.without_gradient(comm.unit) if comm.kind == REDUCE_SCATTER else []
-    return f"{line}, without gradients of parameters at {absent}" if absent else line
+    return line + _gradients(comm.unit, context) if comm.kind == REDUCE_SCATTER else line
+
+
+def _gradients(unit: int, context: CompileContext) -> str:
+    """Which gradients of a unit there are: ranks that compute others must know of it."""
+    absent = context.without_gradient(unit)
+    missing = f", without gradients of parameters at {absent}" if absent else ""
+    return f", laid out as {context.units[unit].places}{missing}"

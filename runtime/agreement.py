@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from .dbuffer import DBuffer
 
 DEADLINE_S = 300.0
 _MOST_NAMED = 8  # ranks that a message describes one by one
+_GRAPH = "compiled graph"
 _SAME_MODEL = (
     "Every rank must build the same model, in the same order, with the same parameters frozen, and compile it alike."
 )
@@ -45,33 +46,42 @@ _SAME_VALUES = (
 )
 
 
-@dataclass
-class _Life:
-    """What has been agreed on since the default process group was initialized: ranks may be others the next time.
+@dataclass(eq=False)
+class Life:
+    """What ranks have in common since the default process group was initialized: they may be others the next time.
 
     Attributes:
         graphs: meshes, by name, and the collectives of graphs that they have agreed on.
-        exchanges: prefixes of the keys of exchanges to come, by the mesh's name.
+        gradients: by a unit's layout, the sets of parameters that agreed graphs compute gradients for.
     """
 
     graphs: set[tuple[str, ...]] = field(default_factory=set)
-    exchanges: dict[str, Iterator[str]] = field(default_factory=dict)
+    gradients: dict[str, set[frozenset[int]]] = field(default_factory=dict)
+    _prefixes: dict[str, str] = field(default_factory=dict)
+    _exchanges: Counter[str] = field(default_factory=Counter)
 
-    def next_exchange(self, mesh: DeviceMesh) -> str:
+    def prefix(self, mesh: DeviceMesh) -> str:
+        """Of the keys under which the ranks of a mesh post."""
         name = _name(mesh)
-        if name not in self.exchanges:
+        if name not in self._prefixes:
             # A store may outlive the process group, and hold what was posted then: torchrun's does.
             earlier = (default_store().add(f"vescale/{name}/members", 1) - 1) // mesh.size()
-            self.exchanges[name] = (f"vescale/{name}/{earlier}/{number}" for number in itertools.count())
-        return next(self.exchanges[name])
+            self._prefixes[name] = f"vescale/{name}/{earlier}"
+        return self._prefixes[name]
+
+    def next_exchange(self, mesh: DeviceMesh) -> str:
+        prefix = self.prefix(mesh)
+        self._exchanges[prefix] += 1
+        return f"{prefix}/{self._exchanges[prefix]}"
 
 
-_lives: WeakKeyDictionary[dist.ProcessGroup, _Life] = WeakKeyDictionary()
+_lives: WeakKeyDictionary[dist.ProcessGroup, Life] = WeakKeyDictionary()
 
 
-def _life() -> _Life:
+def life() -> Life:
+    """That of the default process group."""
     assert dist.group.WORLD is not None
-    return _lives.setdefault(dist.group.WORLD, _Life())
+    return _lives.setdefault(dist.group.WORLD, Life())
 
 
 class RanksDisagree(RuntimeError):
@@ -92,30 +102,34 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE
     for mesh in dict.fromkeys(buffer.mesh for buffer in fresh):
         members = [buffer for buffer in fresh if buffer.mesh == mesh]
         lines = [line for each in members for line in each.describe()]
-        agreed = agree(mesh, "sharded model", lines, deadline_s=deadline_s)
+        agree(mesh, "sharded model", lines, deadline_s=deadline_s)
         if any(buffer.replicas is not None for buffer in members):
             sums = [f"unit {each.name}: checksum of this shard {each.checksum()}" for each in members]
             names = mesh.mesh_dim_names or ()
             agree(mesh[names[0]], "values of replicas", sums, remedy=_SAME_VALUES, deadline_s=deadline_s)
         for buffer in members:
-            buffer.agreed = agreed
+            buffer.agreed = True
 
 
-def agree_on_graph(
-    buffers: Sequence[DBuffer], collectives: Sequence[str], problem: str | None, *, deadline_s: float = DEADLINE_S
-) -> None:
+def agree_on_graph(buffers: Sequence[DBuffer], collectives: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
     """:func:`agree` on the order, sizes and dtypes of a graph's collectives, once for each sequence of them.
 
     A rank that compiles again by itself, for another batch size, say, has the collectives of the first time, and
-    waits for nobody. One that has a problem with the graph says so in place of its collectives.
+    waits for nobody.
     """
     for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
         key = (_name(mesh), *collectives)
-        if key not in _life().graphs:
-            lines = collectives if problem is None else [problem]
-            agree(mesh, "compiled graph", lines, absent=_STILL_COMPILING, deadline_s=deadline_s)
-            if problem is None and dist.get_backend() != "fake":  # where nobody was asked
-                _life().graphs.add(key)
+        if key not in life().graphs:
+            agree(mesh, _GRAPH, collectives, absent=_STILL_COMPILING, deadline_s=deadline_s)
+            if dist.get_backend() != "fake":  # where nobody was asked
+                life().graphs.add(key)
+
+
+def tell_of_failure(buffers: Sequence[DBuffer], problem: str) -> None:
+    """Posts why this rank has no graph where the others will come to :func:`agree_on_graph`, and waits for nobody."""
+    for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
+        if mesh.size() > 1 and dist.get_backend() != "fake":
+            _Exchange(mesh, _GRAPH, [problem], "", "", 0.0).leave()
 
 
 @torch.compiler.disable
@@ -131,25 +145,22 @@ def agree_on_leaving_compiled_code(buffer: DBuffer) -> None:
         buffer.left_compiled_code = True
 
 
-def first_decides(mesh: DeviceMesh, agreed: str) -> Callable[[str, str], str]:
+def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
     """A function ``decide(question, answer)`` that returns, on every rank of ``mesh`` and whenever it is called, the
     answer of the first rank that came to the question.
 
     For what all ranks must do alike but may see otherwise: a schedule rests on predicted times, and so on the sizes of
     this rank's batch. Nobody waits for anybody, so a rank may compile again alone. Questions must be equal on ranks
-    that need one answer, and be of one graph only. With one rank, or the ``fake`` backend, there is nobody to ask.
-
-    Args:
-        mesh: whose ranks.
-        agreed: names the model that decisions are about, as :attr:`DBuffer.agreed` does; another has its own.
+    that need one answer, and be of one graph only: of no one model, because compiled code may serve several. With one
+    rank, or the ``fake`` backend, there is nobody to ask.
     """
     if mesh.size() == 1 or dist.get_backend() == "fake":
         return lambda question, answer: answer
-    store = default_store()
+    store, prefix = default_store(), f"{life().prefix(mesh)}/decided"
 
     def decide(question: str, answer: str) -> str:
         key = hashlib.sha256(question.encode()).hexdigest()
-        return store.compare_set(f"{agreed}/decided/{key}", "", answer).decode()
+        return store.compare_set(f"{prefix}/{key}", "", answer).decode()
 
     return decide
 
@@ -162,7 +173,7 @@ def agree(
     remedy: str = _SAME_MODEL,
     absent: str = _OTHERWISE_BUSY,
     deadline_s: float = DEADLINE_S,
-) -> str:
+) -> None:
     """Raises on every rank of ``mesh`` unless all of them call this with the same ``lines``.
 
     Args:
@@ -174,21 +185,17 @@ def agree(
         absent: ends the message of RanksMissing.
         deadline_s: how long to wait for the other ranks, seconds.
 
-    Returns:
-        A name for this exchange, the same on all ranks.
-
     Raises:
         RanksDisagree: naming the ranks that differ, and the first difference.
         RanksMissing: naming the ranks that did not arrive.
     """
     if mesh.size() == 1 or dist.get_backend() == "fake":
-        return "alone"
+        return
     exchange = _Exchange(mesh, what, list(lines), remedy, absent, deadline_s)
     message = exchange.judge() if exchange.rank == exchange.ranks[0] else exchange.read_verdict()
     if message is not None:
         missing = message.startswith("no answer")
         raise (RanksMissing if missing else RanksDisagree)(f"[rank {dist.get_rank()}] {what}: {message}")
-    return exchange.prefix
 
 
 class _Exchange:
@@ -203,9 +210,15 @@ class _Exchange:
         self.absent = absent
         self.deadline = time.monotonic() + deadline_s
         self.deadline_s = deadline_s
-        self.prefix = _life().next_exchange(mesh)
+        self.prefix = life().next_exchange(mesh)
         digest = hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
         self._post(f"digest/{self.rank}", digest)
+
+    def leave(self) -> None:
+        """Posts all that the others may ask for, and goes without their answer."""
+        self._post(f"lines/{self.rank}", json.dumps(self.lines))
+        if self.rank == self.ranks[0]:
+            self._post("verdict", json.dumps({"message": f"rank {self.rank}, which compares, has {self.lines[1]!r}"}))
 
     def judge(self) -> str | None:
         """On the first rank: compares, tells the others, and returns the message, None if all agree."""

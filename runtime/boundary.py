@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..torch_internals import after_backward
+from ..torch_internals import after_backward, backward_id
 from .arrivals import Arrival, arrival_of
 from .dbuffer import DBuffer
 from .unshard import reduce_scatter
@@ -67,7 +67,9 @@ def bound(param: Tensor) -> Binding:
     return binding
 
 
-def flat_input(buffer: DBuffer, params: Sequence[Tensor], *, reduced: bool, used: Callable[[], set[int]]) -> Tensor:
+def flat_input(
+    buffer: DBuffer, params: Sequence[Tensor], *, reduced: bool, used: Collection[int], compiled: bool
+) -> Tensor:
     """Returns the tensor through which the gradients of ``params`` will come back.
 
     Args:
@@ -76,12 +78,13 @@ def flat_input(buffer: DBuffer, params: Sequence[Tensor], *, reduced: bool, used
         reduced: True gives the shard, [S], and expects its gradient, reduced. False gives a port,
             [world_size * S], and expects the gradient before reduction, which is then accumulated; it is
             reduced when the forward ran outside ``no_sync``.
-        used: gives the indices of the parameters that get a gradient; called when the backward has computed them.
+        used: indices of the parameters that have a gradient, read when the backward has computed them.
+        compiled: whether a graph computes them.
     """
     trainable = tuple(p for p in params if p.requires_grad)
     if not (torch.is_grad_enabled() and trainable):
         return buffer.shard if reduced else buffer.port(buffer.shard)
-    return _FlatInput.apply(buffer, reduced, buffer.sync.enabled, used, *trainable)
+    return _FlatInput.apply(buffer, reduced, buffer.sync.enabled, used, compiled, *trainable)
 
 
 class _FlatInput(torch.autograd.Function):
@@ -91,10 +94,12 @@ class _FlatInput(torch.autograd.Function):
         buffer: DBuffer,
         reduced: bool,
         reduce_now: bool,
-        used: Callable[[], set[int]],
+        used: Collection[int],
+        compiled: bool,
         *params: ShardedParameter,
     ) -> Tensor:
-        ctx.buffer, ctx.reduced, ctx.reduce_now, ctx.used = buffer, reduced, reduce_now, used
+        ctx.buffer, ctx.reduced, ctx.reduce_now = buffer, reduced, reduce_now
+        ctx.used, ctx.compiled = used, compiled
         ctx.params = params
         ctx.set_materialize_grads(False)
         flat = buffer.shard if reduced else buffer.port(buffer.shard)
@@ -106,9 +111,11 @@ class _FlatInput(torch.autograd.Function):
         buffer: DBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params
         inputs = {p._vescale_binding.slot for p in params}
-        owed = ctx.used() if grad is not None else set()
-        if grad is not None and not ctx.reduced:
-            buffer.accumulate(grad, owed)
+        owed: set[int] = set()
+        if grad is not None and ctx.reduced:
+            owed = used_on_any_rank(buffer, set(ctx.used), compiled=ctx.compiled)
+        elif grad is not None:
+            buffer.accumulate(grad, set(ctx.used), compiled=ctx.compiled)
             grad = None
         if ctx.reduce_now and buffer.unreduced is not None:
             late, accumulated_for = _reduce_accumulated(buffer)
@@ -118,19 +125,20 @@ class _FlatInput(torch.autograd.Function):
                 buffer.add_reduced(late, accumulated_for, grad, owed)
             grad = late
             owed = owed | accumulated_for
-        if ctx.reduce_now and buffer.sync.peers:
-            after_backward(functools.partial(_reduce_left, buffer.sync.peers))
+        if ctx.reduce_now and buffer.sync.peers.first_of(backward_id()):
+            after_backward(functools.partial(_reduce_left, buffer.sync.peers.buffers()))
         if grad is None:
-            return (None,) * (4 + len(params))
+            return (None,) * (5 + len(params))
         _give(buffer, grad, owed - inputs)
-        return None, None, None, None, *(_local_grad(p, grad, owed) for p in params)
+        return None, None, None, None, None, *(_local_grad(p, grad, owed) for p in params)
 
 
 def _reduce_accumulated(buffer: DBuffer) -> tuple[Tensor, set[int]]:
     """Averages what has accumulated, [world_size * S], over the ranks: this rank's [S], in the shard's dtype, and the
     parameters whose gradients are in it."""
+    compiled = buffer.unreduced_compiled
     accumulated, used = buffer.take_unreduced()
-    used = used_on_any_rank(buffer, used)
+    used = used_on_any_rank(buffer, used, compiled=compiled)
     return reduce_scatter(accumulated, buffer.rounding_handle, buffer.comm()).to(buffer.shard.dtype), used
 
 
@@ -151,7 +159,8 @@ def _local_grad(param: ShardedParameter, flat_grad: Tensor, owed: set[int]) -> T
 
 
 def _give(buffer: DBuffer, flat_grad: Tensor, indices: set[int]) -> None:
-    """Gradients of parameters that earlier micro-batches used and the last one did not: autograd can't."""
+    """Gradients of parameters that earlier micro-batches used, or another rank, and this backward did not: autograd
+    can't give them, and so runs no hooks for them."""
     for index in sorted(indices):
         param = buffer.params[index]
         grad = _local_grad(cast(ShardedParameter, param), flat_grad, indices)

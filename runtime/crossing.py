@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_internals import profiled_to_the_end, resolve_group
+from .agreement import Life, life
 from .collectives import Pending, start_all_gather
 from .ops import define
 
@@ -31,7 +33,7 @@ class _Crossing:
             referred to, though it may be freed.
         pending: its gather; None if it was not launched, or is over.
         full: where it goes, kept from being freed meanwhile; None if it was not launched.
-        taken: how often in a row the backward that came next was the one that was expected.
+        taken: how often the backward that was expected came, since one did not.
     """
 
     source: StorageWeakRef | None = None
@@ -45,7 +47,13 @@ class _Crossing:
         self.source = self.pending = self.full = None
 
 
-_crossings: defaultdict[tuple[torch.dtype, torch.device, str], _Crossing] = defaultdict(_Crossing)
+_Crossings = defaultdict[tuple[torch.dtype, torch.device, str], _Crossing]
+_crossings: WeakKeyDictionary[Life, _Crossings] = WeakKeyDictionary()
+
+
+def _crossing_into(full: Tensor, group: str) -> _Crossing:
+    of_life = _crossings.setdefault(life(), defaultdict(_Crossing))
+    return of_life[full.dtype, full.device, group]
 
 
 def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
@@ -55,7 +63,7 @@ def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
     dropped), what the first one carried was for nothing: values may have changed since. Then none is launched until
     backwards follow their forwards again.
     """
-    crossing = _crossings[full.dtype, full.device, group]
+    crossing = _crossing_into(full, group)
     if crossing.source is not None:
         crossing.taken = 0
     crossing.finish()
@@ -71,7 +79,7 @@ def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
 def _take(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
     """Waits for the gather that the last forward launched. If that forward was another's, or launched none, or its
     gather was taken before, the shard is gathered now."""
-    crossing = _crossings[full.dtype, full.device, group]
+    crossing = _crossing_into(full, group)
     expected = crossing.source is not None and crossing.source == StorageWeakRef(shard.untyped_storage())
     carried = crossing.full if expected else None
     crossing.finish()
@@ -84,8 +92,9 @@ def _take(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
 
 def forget_carried() -> None:
     """Waits for all that forwards have launched for backwards; a backward that still comes gathers by itself."""
-    for crossing in _crossings.values():
-        crossing.finish()
+    for of_life in _crossings.values():
+        for crossing in of_life.values():
+            crossing.finish()
 
 
 define("carry_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _carry)

@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,6 +84,26 @@ class CommPolicy:
     quantize_gradients: StochasticQuantizer | None = None
 
 
+class Peers:
+    """Buffers that ``no_sync`` was ever entered for together, as long as they live."""
+
+    def __init__(self, buffers: Iterable[DBuffer] = ()) -> None:
+        self._buffers = [weakref.ref(buffer) for buffer in buffers]
+        self._backward = -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
+        return Peers()
+
+    def buffers(self) -> list[DBuffer]:
+        return [buffer for each in self._buffers if (buffer := each()) is not None]
+
+    def first_of(self, backward: int) -> bool:
+        """Whether there are any, and this is the first that is asked in a backward."""
+        first = bool(self._buffers) and backward != self._backward
+        self._backward = backward
+        return first
+
+
 @dataclass(eq=False)
 class GradientSync:
     """Whether a unit's next gradient is reduced inside the graph. Shared by the buffers of a unit.
@@ -90,7 +111,7 @@ class GradientSync:
     Attributes:
         enabled: False inside ``no_sync``.
         pending: buffers that hold gradients no collective has reduced yet.
-        peers: the buffers that ``no_sync`` was ever entered for together with this one.
+        peers: the buffers that ``no_sync`` was ever entered for together with the unit's, and these.
         in_graph: what a module reads, and Dynamo guards on: reduce in the backward itself. False while
             gradients accumulate and in the micro-batch that ends it, whose sum is reduced afterwards, once.
     """
@@ -98,7 +119,7 @@ class GradientSync:
     enabled: bool = True
     pending: int = 0
     in_graph: bool = True
-    peers: tuple[DBuffer, ...] = ()
+    peers: Peers = field(default_factory=Peers)
 
     def set_enabled(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -127,10 +148,12 @@ class DBuffer:
         packing, gradient_packing: of quantized gathers and reductions; derived, None where nothing is quantized.
         rounding: the stream that quantized gradients are rounded by.
         params: the sharded parameters themselves, one for each slot, once they exist.
-        agreed: names the exchange in which all ranks were found to have the same layout; "" before.
+        agreed: whether all ranks are known to have the same layout.
         compiled: whether a compiled graph has gathered it.
         left_compiled_code: whether all ranks are known to have gathered it without one after that.
         unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
+        unreduced_slots: the parameters whose they are.
+        unreduced_compiled: whether graphs have computed all of them.
     """
 
     name: str
@@ -140,11 +163,12 @@ class DBuffer:
     policy: CommPolicy
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
-    agreed: str = ""
+    agreed: bool = False
     compiled: bool = False
     left_compiled_code: bool = False
     unreduced: Tensor | None = None
     unreduced_slots: set[int] = field(default_factory=set)
+    unreduced_compiled: bool = True
 
     def __post_init__(self) -> None:
         self.group = self.mesh.get_group(self.mesh.ndim - 1)
@@ -250,8 +274,8 @@ class DBuffer:
         """A tensor of the gathered buffer's size and no memory, for the unreduced gradient to arrive at."""
         return like.new_zeros(1, dtype=self.reduce_dtype).expand(self.numel)
 
-    def accumulate(self, grad: Tensor, indices: set[int]) -> None:
-        """Adds an unreduced gradient [world_size * S], defined where the parameters ``indices`` lie."""
+    def accumulate(self, grad: Tensor, indices: set[int], *, compiled: bool) -> None:
+        """Adds an unreduced gradient [world_size * S], of the parameters ``indices`` and zero where others lie."""
         if self.unreduced is None:
             self.unreduced = grad
             self.sync.add_pending(1)
@@ -259,6 +283,7 @@ class DBuffer:
             places = [(slot.offset, torch.Size(slot.shape).numel()) for slot in self.slots]
             _add(self.unreduced, self.unreduced_slots, grad, indices, places)
         self.unreduced_slots = self.unreduced_slots | indices
+        self.unreduced_compiled = self.unreduced_compiled and compiled
 
     def add_reduced(self, total: Tensor, of_total: set[int], grad: Tensor, indices: set[int]) -> None:
         """Adds a reduced gradient [S] of the parameters ``indices`` to another, of the parameters ``of_total``."""
@@ -269,7 +294,7 @@ class DBuffer:
         if self.unreduced is None:
             raise AssertionError(f"{self.name}: no accumulated gradient")
         taken = self.unreduced, self.unreduced_slots
-        self.unreduced, self.unreduced_slots = None, set()
+        self.unreduced, self.unreduced_slots, self.unreduced_compiled = None, set(), True
         self.sync.add_pending(-1)
         return taken
 

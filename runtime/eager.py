@@ -18,7 +18,6 @@ from .agreement import agree_on_leaving_compiled_code
 from .boundary import Binding, flat_input
 from .dbuffer import DBuffer
 from .unshard import unshard
-from .used import used_on_any_rank
 
 
 @dataclass
@@ -81,12 +80,7 @@ def _gather(buffer: DBuffer) -> _Gathered:
     agree_on_leaving_compiled_code(buffer)
     found: list[int] = []  # in the backward that ran last; there may be several
     reduced = buffer.sync.in_graph
-    flat = flat_input(
-        buffer,
-        buffer.params,
-        reduced=reduced,
-        used=lambda: used_on_any_rank(buffer, set(found)) if reduced else set(found),
-    )
+    flat = flat_input(buffer, buffer.params, reduced=reduced, used=found, compiled=False)
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
     shard, port = (flat, None) if reduced else (buffer.shard, flat)
     params = unshard(shard, port, buffer.rounding_handle, views, buffer.comm(), found=found)

@@ -67,7 +67,7 @@ def unshard(
         rounding: handle of the stream that gradients are rounded by where reductions are quantized, else None.
         views: the parameters wanted.
         comm: sizes, dtypes and process group.
-        others: the unit's other trainable parameters, which are not wanted here, and may be on another rank.
+        others: the unit's other parameters, which are not wanted here, and may be on another rank.
         found: outside graphs, a list that after each backward says which of ``views`` had gradients.
 
     Returns:
@@ -120,13 +120,13 @@ class _Unshard(torch.autograd.Function):
 
 
 def _unused(used: Sequence[int], absent: Sequence[ParamView]) -> list[int]:
-    """First element and number of elements, in turn, of each run of trainable parameters with no gradient.
+    """First element and number of elements, in turn, of each run of parameters with no gradient.
 
     Args:
         used: offsets of the parameters that have one.
         absent: the unit's other parameters.
     """
-    places = [(offset, 0) for offset in used] + [(view.offset, view.numel) for view in absent if view.trainable]
+    places = [(offset, 0) for offset in used] + [(view.offset, view.numel) for view in absent]
     found: list[int] = []
     joins = False  # whether a parameter without a gradient lies before
     for offset, numel in sorted(places):

@@ -6,34 +6,31 @@ all. A rank that did not use it has sent zeros.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 import torch.distributed as dist
 
 from ..torch_internals import resolve_group
+from .agreement import life
 from .dbuffer import DBuffer
-
-_sets_in_graphs: defaultdict[str, set[frozenset[int]]] = defaultdict(set)
 
 
 def add_graph(layout: str, used: set[int]) -> None:
     """Takes down for which parameters of a unit a graph, on which all ranks have agreed, computes gradients."""
-    _sets_in_graphs[layout].add(frozenset(used))
+    life().gradients.setdefault(layout, set()).add(frozenset(used))
 
 
-def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool = False) -> set[int]:
+def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[int]:
     """Indices of the parameters that have a gradient on any rank, where those ``used`` have one on this rank.
 
-    A small collective, whose result is read at once; none where ranks can't differ. A unit's only parameter has a
-    gradient wherever the unit has one, and so have those of a graph that all ranks run, for want of another.
+    A small collective, whose result is read at once. None for a unit's only parameter, which has a gradient wherever
+    the unit has one; and none where all graphs for units laid out like this one compute the same gradients.
 
     Args:
         buffer: the unit's.
         used: indices in ``buffer.params``.
-        compiled: whether a graph has computed the gradients.
+        compiled: whether graphs have computed all of these gradients.
     """
-    if len(buffer.params) == 1 or (compiled and len(_sets_in_graphs[buffer.layout]) <= 1):
+    if len(buffer.params) == 1 or (compiled and len(life().gradients.get(buffer.layout, ())) <= 1):
         return used
     mask = torch.zeros(len(buffer.params), dtype=torch.uint8, device=buffer.shard.device)
     mask[sorted(used)] = 1

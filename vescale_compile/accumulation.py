@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from .runtime.dbuffer import Peers
 from .sharded_module import buffers_in
 
 
@@ -31,11 +32,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     syncs = {buffer.sync for buffer in buffers}
     if not syncs:
         raise ValueError("no_sync: the module has no sharded parameters; call fully_shard on it first")
-    peers = tuple(dict.fromkeys(itertools.chain(buffers, *{id(sync.peers): sync.peers for sync in syncs}.values())))
+    earlier = {id(sync.peers): sync.peers for sync in syncs}.values()
+    together = dict.fromkeys(itertools.chain(buffers, *(peers.buffers() for peers in earlier)))
+    peers = Peers(together)
     before = {sync: sync.enabled for sync in syncs}
     try:
-        for peer in peers:
-            peer.sync.peers = peers
+        for buffer in together:
+            buffer.sync.peers = peers
         for sync in syncs:
             sync.set_enabled(False)
         yield

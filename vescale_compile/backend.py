@@ -25,7 +25,8 @@ from .inductor_order import KeptOrder
 from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
-from .report import GraphReport, over_budget
+from .report import GraphReport, check_budget
+from .runtime.agreement import agree_on_buffers
 from .runtime.pool import SlotSpec, with_fresh_slots, with_slots
 from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
@@ -81,7 +82,26 @@ def vescale(
     captured = capture(gm, example_inputs, read)
     if captured is None:
         return _compile_unsharded(gm, example_inputs, read, generate_code)
-    registered = registering_group(captured.buffers) if read.registered_memory else None
+    agree_on_buffers(captured.buffers, deadline_s=read.deadline)
+    with others_hear_of_failures(captured.buffers):
+        run = _lowered(captured, example_inputs, read, on_graph, generate_code)
+        report = GraphReport.of(captured)
+        check_budget(report, read.budget_bytes)
+    check_agreement(captured, read.deadline)
+    if on_compiled is not None:
+        on_compiled(report)
+    return CompiledGraph(captured, run, read.deadline).call
+
+
+def _lowered(
+    captured: Capture,
+    example_inputs: Sequence[Any],
+    options: Options,
+    on_graph: Callable[[fx.Graph], None] | None,
+    generate_code: bool,
+) -> Callable[..., Any]:
+    """Runs the passes, and what makes the final graphs callable."""
+    registered = registering_group(captured.buffers) if options.registered_memory else None
     dump = GraphDump(captured.context.rank, on_graph)
     run_stage(
         Stage.CAPTURED,
@@ -91,16 +111,9 @@ def vescale(
     )
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
     add_slots = functools.partial(with_slots, registered=registered) if generate_code else with_fresh_slots
-    with others_hear_of_failures(captured, read.deadline):
-        if captured.context.lowering is Lowering.INDUCTOR:
-            run = _lower_inductor(captured, inputs, dump, add_slots, generate_code, read.deadline)
-        else:
-            run = _lower_eager(captured, inputs, dump, add_slots)
-    report = GraphReport.of(captured)
-    check_agreement(captured, over_budget(report, read.budget_bytes), read.deadline)
-    if on_compiled is not None:
-        on_compiled(report)
-    return CompiledGraph(captured, run, read.deadline).call
+    if captured.context.lowering is Lowering.INDUCTOR:
+        return _lower_inductor(captured, inputs, dump, add_slots, generate_code, options.deadline)
+    return _lower_eager(captured, inputs, dump, add_slots)
 
 
 def _flat_examples(context: CompileContext) -> list[Any]:

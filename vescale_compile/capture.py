@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from .hardware import cluster_for
 from .options import Options
 from .passes.context import CompileContext, GraphUnit, Lowering, ParamInput
 from .ragged.dtensor import RaggedDTensor
-from .runtime.agreement import agree_on_buffers, first_decides
+from .runtime.agreement import first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.unshard import ParamView
@@ -58,11 +59,7 @@ class Capture:
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Capture | None:
-    """Reads the sharded parameters among the example inputs; None if there are none.
-
-    Raises:
-        RanksDisagree, RanksMissing: other ranks do not have the same parameters.
-    """
+    """Reads the sharded parameters among the example inputs; None if there are none."""
     bindings = {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
     if not bindings:
         return None
@@ -84,15 +81,14 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         for view, position in enumerate(unit.positions)
     }
     shard = next(iter(positions)).shard
-    agree_on_buffers(tuple(positions), deadline_s=options.deadline)
-    widest = max(positions, key=lambda buffer: buffer.mesh.size())
+    decide = first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size))
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
         cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
         wanted_cluster=repr(options.cluster),
         memory_budget=options.budget_bytes,
-        decide=first_decides(widest.mesh, widest.agreed),
+        decide=decide,
         units=tuple(unit.graph for unit in units),
         params=params,
     )
@@ -131,10 +127,9 @@ def _graph_unit(ordinal: int, buffer: DBuffer, params: Sequence[Tensor]) -> Grap
 
 
 def _others(buffer: DBuffer, read: Sequence[Tensor]) -> tuple[ParamView, ...]:
-    """The buffer's trainable parameters that are not among those ``read``."""
-    indices = {bound(param).slot for param in read}
-    unread = (index for index, param in enumerate(buffer.params) if param.requires_grad and index not in indices)
-    return tuple(buffer.view_of(index, trainable=True) for index in unread)
+    """The buffer's parameters that are not among those ``read``: trainable, because no guard says if they are."""
+    unread = set(range(len(buffer.slots))) - {bound(param).slot for param in read}
+    return tuple(buffer.view_of(index, trainable=True) for index in sorted(unread))
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

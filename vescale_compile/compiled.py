@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .capture import Capture, CapturedUnit
 from .passes.context import GraphError
-from .runtime.agreement import RanksDisagree, RanksMissing, agree_on_buffers, agree_on_graph
+from .runtime.agreement import agree_on_buffers, agree_on_graph, tell_of_failure
 from .runtime.boundary import binding_of, flat_input
 from .runtime.dbuffer import DBuffer
-from .runtime.used import add_graph, used_on_any_rank
+from .runtime.used import add_graph
 
 
 class CompiledGraph:
@@ -43,8 +42,7 @@ class CompiledGraph:
             buffer.compiled = True
             params = [args[position] for position in unit.positions]
             reduced = unit.graph.port is None
-            found = functools.partial(used_on_any_rank, buffer, used, compiled=True) if reduced else used.copy
-            flat = flat_input(buffer, params, reduced=reduced, used=found)
+            flat = flat_input(buffer, params, reduced=reduced, used=used, compiled=True)
             flats.extend([flat] if reduced else [buffer.shard, flat])
             flats.extend([buffer.rounding_handle] if unit.graph.rounding is not None else [])
         return self._run(*flats, *(args[position] for position in self._others))
@@ -67,31 +65,20 @@ def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> DBuffer:
 
 
 @contextlib.contextmanager
-def others_hear_of_failures(captured: Capture, deadline: float) -> Iterator[None]:
-    """While a model's first graphs are compiled: a rank that fails says why in place of its collectives, so that the
-    others do not wait for it until the deadline. A rank that compiles again by itself has nobody who would listen."""
+def others_hear_of_failures(buffers: Sequence[DBuffer]) -> Iterator[None]:
+    """A rank that fails to compile says why in place of its collectives: the others do not wait for it in vain."""
     try:
         yield
     except Exception as error:
-        if not any(buffer.compiled for buffer in captured.buffers):
-            with contextlib.suppress(RanksDisagree, RanksMissing):
-                agree_on_graph(captured.buffers, [], str(error), deadline_s=deadline)
+        tell_of_failure(buffers, str(error))
         raise
 
 
-def check_agreement(captured: Capture, problem: str | None, deadline: float) -> None:
-    """Compares the compiled graph's collectives with the other ranks'.
-
-    Args:
-        captured: the graph.
-        problem: why this rank can't run it, of which the others hear in place of the collectives.
-        deadline: seconds to wait for them.
+def check_agreement(captured: Capture, deadline: float) -> None:
+    """Compares the compiled graph's collectives with the other ranks', for ``deadline`` seconds at most.
 
     Raises:
-        GraphError: there is a problem.
         RanksDisagree, RanksMissing: the others are not about to do the same.
     """
     lines = [f"{part.value}: {line}" for part, lines in captured.context.collectives.items() for line in lines]
-    agree_on_graph(captured.buffers, lines, problem, deadline_s=deadline)
-    if problem is not None:
-        raise GraphError(f"[rank {captured.context.rank}] {problem}")
+    agree_on_graph(captured.buffers, lines, deadline_s=deadline)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .capture import Capture
 from .cost import Cluster
-from .passes.context import CompileContext, Part
+from .passes.context import CompileContext, GraphError, Part
 from .passes.overlap import LARGEST_FIRST
 from .passes.summary import Kind, Summary
 from .quantities import size_text as _size
@@ -104,14 +104,14 @@ class Report:
         return "\n\n".join(parts)
 
 
-def over_budget(graph: GraphReport, budget: int | None) -> str | None:
-    """What is wrong if the plan needs more than the memory budget: slots hold a whole unit, however little of the time
-    it takes. None if it fits."""
+def check_budget(graph: GraphReport, budget: int | None) -> None:
+    """Raises GraphError if the plan needs more than the memory budget: slots hold a whole unit, however little of the
+    time it takes."""
     if budget is None or graph.peak_bytes <= budget:
-        return None
-    return (
-        f"memory_budget is {_size(budget)}, but a step takes {_size(graph.peak_bytes)} with its slots "
-        f"({_size(graph.slot_bytes)}) and shards ({_size(graph.shard_bytes)}). Give at least that, or make units "
+        return
+    raise GraphError(
+        f"[rank {graph.rank}] memory_budget is {_size(budget)}, but a step takes {_size(graph.peak_bytes)} with its "
+        f"slots ({_size(graph.slot_bytes)}) and shards ({_size(graph.shard_bytes)}). Give at least that, or make units "
         f"smaller. {LARGEST_FIRST}"
     )
 

@@ -286,9 +286,14 @@ def profiled_to_the_end(device: torch.device) -> bool:
     return device.type == "cpu" and torch._C._autograd._profiler_enabled()
 
 
+def backward_id() -> int:
+    """Of the autograd backward that this thread is running, no two the same; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether this thread is running an autograd backward."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 def after_backward(function: Callable[[], None]) -> None:

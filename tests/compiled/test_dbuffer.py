@@ -106,9 +106,9 @@ def test_the_cast_before_a_gather_is_one_kernel_for_the_unit():
 def test_micro_batches_are_summed_in_one_kernel_for_the_unit():
     buffer = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0]
     first, second = torch.ones(2, buffer.numel).unbind()
-    buffer.accumulate(first, {0, 1})
+    buffer.accumulate(first, {0, 1}, compiled=True)
     with Kernels() as kernels:
-        buffer.accumulate(second, {0, 1})
+        buffer.accumulate(second, {0, 1}, compiled=True)
     assert kernels.ran == [("add_", 1)]
     assert buffer.unreduced.tolist() == [2.0] * buffer.numel
 
@@ -121,7 +121,7 @@ def test_a_sum_of_micro_batches_takes_from_each_what_it_defines():
         grad = torch.full((buffer.numel,), math.nan)
         for index in indices:
             grad[places[index]] = value
-        buffer.accumulate(grad, indices)
+        buffer.accumulate(grad, indices, compiled=True)
     total, indices = buffer.take_unreduced()
     assert indices == {0, 1}
     assert [total[place].unique().tolist() for place in places] == [[5.0], [6.0]]

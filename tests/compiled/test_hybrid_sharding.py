@@ -225,7 +225,7 @@ def test_replicas_ask_the_same_questions_where_collectives_are_the_backends_own(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "exchanges_directly", lambda device, group: False)
-        patch.setattr("vescale_compile.capture.first_decides", lambda mesh, agreed: decide)
+        patch.setattr("vescale_compile.capture.first_decides", lambda mesh: decide)
         _, call = models.sharded(models.Uneven, mesh=mesh_of(2, 2))
         call(*models.batches(1, 11)[0]).backward()
     of_all: list[list[str]] = [[]] * 4

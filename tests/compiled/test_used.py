@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
 from vescale_compile.runtime.agreement import RanksDisagree
@@ -164,5 +165,28 @@ def test_places_without_gradients_between_two_with_them_are_one():
     assert _unused([0, 40], absent) == [8, 24, 48, 8]
 
 
-def test_frozen_parameters_have_no_place_to_zero():
-    assert _unused([0], [ParamView(8, (8,), False)]) == []
+@on_ranks(2)
+def test_accumulating_graphs_for_different_branches_are_refused():
+    """Else a rank alone would know that graphs differ, and ask the others what they used."""
+    torch._dynamo.reset()
+    model, call = models.sharded(lambda: Branches(10))
+    with vc.no_sync(model), pytest.raises(Exception, match="without gradients of parameters at"):
+        call(torch.randn(4, 10), 0, 1 + dist.get_rank())
+
+
+@on_ranks(2)
+def test_ranks_that_run_one_graph_ask_each_other_nothing():
+    torch._dynamo.reset()
+    model, call = models.sharded(lambda: Branches(11))
+    x = torch.randn(4, 11)
+
+    def step() -> None:
+        with vc.no_sync(model):
+            call(x, 0, 1).backward()
+        call(x, 0, 1).backward()
+        call(x, 0, 1).backward()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step()
+    assert not any("all_reduce" in event.name for event in trace.events())

@@ -152,8 +152,8 @@ def test_a_graph_that_is_dynamic_in_the_batch_is_found_for_the_batch_that_it_was
 def last_to_decide(decided: dist.Store):
     """``first_decides`` on a rank that comes to every decision after another one."""
 
-    def first_decides(mesh: DeviceMesh, agreed: str) -> Callable[[str, str], str]:
-        decide = agreement.first_decides(mesh, agreed)
+    def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
+        decide = agreement.first_decides(mesh)
 
         def later(question: str, answer: str) -> str:
             decided.wait(["by the other rank"])
