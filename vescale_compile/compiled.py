@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch._dynamo.exc import RestartAnalysis
+
 from .capture import Capture, CapturedUnit
 from .passes.context import GraphError
 from .runtime.agreement import agree_on_buffers, agree_on_graph, tell_of_failure
@@ -66,9 +68,14 @@ def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> DBuffer:
 
 @contextlib.contextmanager
 def others_hear_of_failures(buffers: Sequence[DBuffer]) -> Iterator[None]:
-    """A rank that fails to compile says why in place of its collectives: the others do not wait for it in vain."""
+    """A rank that fails to compile says why in place of its collectives: the others do not wait for it in vain.
+
+    Where PyTorch asks to begin again, maybe on this rank only, nothing has failed.
+    """
     try:
         yield
+    except RestartAnalysis:
+        raise
     except Exception as error:
         tell_of_failure(buffers, str(error))
         raise

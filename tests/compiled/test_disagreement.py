@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from ranks import COLLECTIVE_TIMEOUT, on_ranks
 from torch import nn
+from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
 from vescale_compile import backend
+from vescale_compile.compiled import others_hear_of_failures
 from vescale_compile.runtime import agreement
 from vescale_compile.runtime.agreement import RanksMissing, agree, first_decides
 from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
+from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -158,6 +161,15 @@ def test_a_rank_that_can_not_compile_tells_the_others_why(what, failing):
         with pytest.raises(Exception, match="too many words" if mine else message):
             call(*models.batches(1, 11)[0])
     dist.barrier()
+    agree(init_device_mesh("cpu", (2,)), "what comes after it", [], deadline_s=10)
+
+
+@on_ranks(2)
+def test_a_rank_from_which_pytorch_asks_to_compile_again_has_not_failed():
+    model, _ = models.sharded(models.Uneven)
+    if dist.get_rank() == ODD:
+        with pytest.raises(RestartAnalysis), others_hear_of_failures(buffers_in(model)):
+            raise RestartAnalysis
     agree(init_device_mesh("cpu", (2,)), "what comes after it", [], deadline_s=10)
 
 
