@@ -139,7 +139,8 @@ def test_an_option_that_makes_no_sense_is_refused(option, value):
         explained(**{option: value})
 
 
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2, deadline_s=300)
 def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowering):
     graph = explained(lowering=lowering, cluster=models.SLOW_WIRE)

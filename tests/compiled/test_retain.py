@@ -14,6 +14,8 @@ import vescale_compile as vc
 from vescale_compile.passes.context import Part
 from vescale_compile.passes.summary import Kind
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 AMPLE = 10**9
 
 
@@ -52,7 +54,6 @@ def between() -> int:
     return (explained(None).peak_bytes + explained(None, reshard=False).peak_bytes) // 2
 
 
-@pytest.mark.slow
 def test_the_backward_gathers_less_the_larger_the_budget_which_is_never_exceeded():
     with fake_world(2):
         least, most = least_budget(), explained(None, reshard=False).peak_bytes
@@ -83,7 +84,6 @@ def test_the_report_names_the_units_that_are_kept():
     assert str(graph).count("kept: memory_budget allows it") == len(kept)
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_what_is_kept_changes_no_number():
     data = models.batches(4, 11)
@@ -95,7 +95,6 @@ def test_what_is_kept_changes_no_number():
     assert models.largest_difference(model, unsharded) == 0.0
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_a_real_step_takes_what_the_budget_allows():
     budget = between()
