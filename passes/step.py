@@ -16,6 +16,7 @@ from torch import fx
 from ..runtime.pool import SlotSpec, pooled_bytes
 from ..schedule import TaskGraph, Transfer, least_peak
 from ..schedule.retention import keepable
+from ..torch_internals import graph_module
 from .assign import Lifetime, lifetimes, slots_for
 from .context import CompileContext, Need, Part, Use, marked_buffer
 from .expand import expand
@@ -208,6 +209,6 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     results = graph.graph_copy(gm.graph, copies)
     output = graph.output(results)
     output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
-    copy = fx.GraphModule(gm, graph)
+    copy = graph_module(gm, graph)
     copy.meta.update(gm.meta)
     return copy

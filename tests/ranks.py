@@ -21,6 +21,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import os
 import pickle
 import random
@@ -45,13 +46,15 @@ from vescale_compile.frames import roomy
 DEFAULT_DEADLINE_S = 120.0
 GRACE_S = 3.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+COLLECT_EVERY = 10  # tests of a rank; it takes as long as a small test
 
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"  # of the ranks, which inherit it
 
 # Of pytest's workers, and of the ranks, which are forked from what imports this. Compilation makes many objects and few
-# cycles, and would spend a twentieth of its time on looking for them.
+# cycles, and would spend a twelfth of its time on looking for them.
 gc.set_threshold(20_000)
+torch._dynamo.config.run_gc_after_compile = False
 
 # One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
 # seconds.
@@ -248,13 +251,14 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, directory: s
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store = dist.FileStore(str(Path(directory, "store")), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
-    while True:
+    for count in itertools.count(1):
         try:
             task = pipe.recv_bytes()
         except EOFError:
             return
         pipe.send_bytes(_answer(task))
-        gc.collect()
+        if count % COLLECT_EVERY == 0:
+            gc.collect()
 
 
 def _answer(task: bytes) -> bytes:

@@ -91,13 +91,13 @@ def test_the_picture_has_a_panel_for_each_lane() -> None:
 @pytest.mark.slow
 def test_a_cell_is_predicted_measured_and_kept_for_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
-    one = ("--sizes", "3M", "--rates", "1gbit", "--hosts", "3", "--steps", "3", "--seq", "8", "--json", str(path))
+    one = ("--sizes", "3M", "--rates", "2gbit", "--hosts", "3", "--steps", "3", "--seq", "8", "--json", str(path))
     command = [sys.executable, str(BENCH / "predict.py"), *one]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     (cell,) = json.loads(path.read_text())["cells"]
-    assert (cell["size"], cell["rate"], cell["hosts"]) == ("3M", "1gbit", 3)
+    assert (cell["size"], cell["rate"], cell["hosts"]) == ("3M", "2gbit", 3)
     assert cell["predicted"] > cell["communication"] > 0.05 and len(cell["steps"]) == 3
     assert 0.2 < cell["predicted"] / cell["measured"] < 5
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)

@@ -19,7 +19,7 @@ from .runtime.agreement import first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.unshard import ParamView
-from .torch_internals import copy_capture_marks, tracing_fake_mode
+from .torch_internals import copy_capture_marks, graph_module, tracing_fake_mode
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, copies))
-    copied = fx.GraphModule(gm, graph)
+    copied = graph_module(gm, graph)
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule):
             setattr(copied, name, _copy(child))

@@ -106,6 +106,12 @@ def mark_graph_input(placeholder: fx.Node, name: str) -> None:
     placeholder._dynamo_source = ConstantSource(source_name=name)
 
 
+def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph whose nodes name modules of ``root``. Within a compilation it writes no code before it is
+    called, which most graphs never are: writing and compiling it takes longer than most passes."""
+    return fx._lazy_graph_module._make_graph_module(root, graph)
+
+
 def copy_capture_marks(source: fx.GraphModule, target: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> None:
     """Copies what tells AOTAutograd that a graph came from Dynamo, which ``Graph.graph_copy`` leaves behind.
 
