@@ -8,13 +8,14 @@ Two hosts with a wire between them (see wire.py), as root. Each system has two l
   not see alike for all systems; so a thread beside the ranks reads the interface's counters every few milliseconds.
 
 Above them is what the compiler predicted of ours, for the device and the collectives as measured just before, as in
-predict.py; the optimizer's step is measured.
+predict.py; the optimizer's step is measured. ``--json`` keeps all spans, in seconds from the start of the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import signal
 import sys
@@ -22,14 +23,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import wire
 from forecaster import Forecast
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from options import PICTURES, check_picture, rate, seconds
+from options import PICTURES, check_folder, check_picture, rate, seconds
 from predict import cluster_of, gigabits
 from processes import Ranks
 from systems import OURS, SYSTEMS
@@ -96,6 +97,9 @@ def main() -> int:
                 ranks.close()
     setting = f"{args.model}, {args.policy}, {args.seq} tokens, two hosts, {args.wire}/s between them; rank 0"
     draw(lanes, setting).savefig(args.out, dpi=150)
+    if args.json is not None:
+        kept = {"setting": setting, "lanes": [asdict(lane) | {"hidden": lane.hidden} for lane in lanes]}
+        args.json.write_text(json.dumps(kept) + "\n")
     for lane in lanes:
         computation, busy = (1e3 * _total(merged(spans)) for spans in (lane.computation, lane.wire))
         print(
@@ -212,6 +216,7 @@ def _overlap(some: Spans, others: Spans) -> float:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"the picture ({', '.join(PICTURES)})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the spans, and what is hidden")
     parser.add_argument("--peers", type=_peers, default=PEERS, metavar="NAME,...", help=f"({','.join(PEERS)})")
     parser.add_argument("--wire", type=rate, default="2gbit", metavar="RATE", help="(%(default)s)")
     parser.add_argument("--model", choices=DENSE, default="28M", help="(%(default)s)")
@@ -220,6 +225,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one order (%(default)s)")
     args = parser.parse_args()
     check_picture(parser, "--out", args.out)
+    check_folder(parser, "--json", args.json)
     return args
 
 

@@ -31,14 +31,11 @@ from .context import (
     marked_buffer,
 )
 from .edit import nbytes_of, value_of
-from .expand import CASTS
+from .moves import MOVES, PAD
 from .summary import Direction, Entry, Kind
 
 _aten = torch.ops.aten
 _TO_SHARD = "to the shard's dtype"
-_PAD = _aten.constant_pad_nd.default  # as Inductor pads operands of products whose kernels like other shapes
-_MOVES = {_aten.clone.default: Kind.COPY, _PAD: Kind.COPY, _aten.cat.default: Kind.CONCATENATION}
-_MOVES |= dict.fromkeys(CASTS, Kind.CAST)
 # Where each names its unit.
 _QUANTIZED = {
     quantized_ops.start_all_gather_quantized: 2,
@@ -118,14 +115,14 @@ def _quantized(node: fx.Node, context: CompileContext) -> Iterator[Entry]:
 
 def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> Iterator[Entry]:
     """Values of communication buffers that are written elsewhere as they are."""
-    kind = _MOVES.get(cast(OpOverload, node.target))
+    kind = MOVES.get(cast(OpOverload, node.target))
     for source in node.all_input_nodes:
         buffer = _buffer_behind(bases[source], context)
         promoted = kind is None and context.lowering is Lowering.EAGER and _promotes(node, source)
         if buffer is None or not (kind or promoted):
             continue
         gathers = buffer.use is Use.PARAMETERS
-        why = "padded" if node.target is _PAD else "by the program itself"
+        why = "padded" if node.target is PAD else "by the program itself"
         why = f"to the dtype of {node.target}" if promoted else why if gathers else _TO_SHARD
         direction = Direction.GATHER if gathers else Direction.REDUCE
         yield Entry(kind or Kind.CAST, direction, context.units[buffer.unit].name, _moved_bytes(source, node), why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -196,6 +197,7 @@ class CompileContext:
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
         collectives: each verified graph's collectives, in order, one line each.
+        moved: how often the program moves gathered parameters in the graph of ``part``, by unit and operator.
         slots: each graph's static memory, in the order of the inputs that the assign pass appends.
         slot_uses: what lies in each of them.
         predictions: each graph's time, by the schedule that was found for it.
@@ -220,6 +222,7 @@ class CompileContext:
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0
     collectives: dict[Part, list[str]] = field(default_factory=dict)
+    moved: Counter[tuple[int, str]] = field(default_factory=Counter)
     slots: dict[Part, tuple[SlotSpec, ...]] = field(default_factory=dict)
     slot_uses: dict[Part, tuple[SlotUse, ...]] = field(default_factory=dict)
     predictions: dict[Part, Prediction] = field(default_factory=dict)

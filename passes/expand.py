@@ -21,11 +21,11 @@ from torch import fx
 from ..runtime import crossing, ops, quantized_ops
 from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Lowering, Part, Role, Use
 from .edit import allocate, call
-
-CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+from .moves import CASTS, moved_parameters
 
 
 def expand(gm: fx.GraphModule, context: CompileContext) -> None:
+    context.moved = moved_parameters(gm.graph, context)
     for node in list(gm.graph.nodes):
         if node.target is ops.all_gather:
             _expand_gather(node, context)

@@ -15,7 +15,7 @@ from ..runtime import leaving, ops, quantized_ops
 from .aliases import is_view
 from .context import REDUCE_SCATTER, Buffer, CompileContext, Part, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import allocate, call
-from .expand import CASTS
+from .moves import CASTS
 
 _LEFT = {
     ops.wait_reduce_scatter: leaving.leave_reduce_scatter,

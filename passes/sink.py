@@ -4,7 +4,7 @@ For each unit a buffer takes the place of ``pack``'s result. Each gradient is fo
 computes it, and that is told to write into the gradient's place:
 
 - matrix products, by ``vescale::matmul_into``; a sum of products (a weight used several times) accumulates there,
-- embeddings, as zeros and an accumulating ``index_put_``, or by ``vescale::embedding_into``,
+- embeddings, as zeros and an accumulating ``index_put_``, or, on CPUs, by ``vescale::embedding_into``,
 - what Inductor generates code for, by ``copy_``, which it fuses into the kernel as its store,
 - with eager lowering, any operator that has an ``out=`` form, by that.
 
@@ -31,7 +31,7 @@ from ..torch_internals import emulates_precision_casts, generates_code_for, out_
 from .aliases import is_view
 from .context import Buffer, CompileContext, Copied, Lowering, Use
 from .edit import allocate, call, order_of, value_of
-from .expand import CASTS
+from .moves import CASTS
 from .places import Place
 
 _aten = torch.ops.aten
@@ -100,7 +100,8 @@ class _Sinking:
             if not place.aligned:
                 return self._copy(value, place, "its place is not aligned to 16 bytes")
             return self._insert_and_drop(value, ops.matmul_into, place, *value.args, False)
-        if value.target is _aten.embedding_dense_backward.default and not value.args[4]:
+        on_gpu = place.buffer.meta["val"].device.type == "cuda"  # where rows can only be added up in any order
+        if value.target is _aten.embedding_dense_backward.default and not value.args[4] and not on_gpu:
             grad, indices, _, padding, _ = value.args
             return self._insert_and_drop(value, ops.embedding_into, place, grad, indices, padding)
         if self._is_scatter(value):
@@ -196,13 +197,13 @@ class _Sinking:
         shared = bool(value.users) or value in self.shared
         with self.graph.inserting_before((last_input if value.op == "placeholder" else value).next):
             copy = call(self.graph, _aten.copy_.default, place.insert(), value)
-        source = _behind_any_views(value)
-        if not shared and self.context.lowering is Lowering.INDUCTOR and generates_code_for(source.target):
-            assert isinstance(source.target, OpOverload)
-            if source.target.overloadpacket.__name__ not in _REDUCTIONS:
-                return self.order[value]  # the store of a generated kernel is no copy
+        if shared:
+            why = _SHARED
+        elif is_store(value, self.context):
+            return self.order[value]
+        elif _is_generated(_behind_any_views(value), self.context):
             why = "a generated reduction, which is stored before it is placed"
-        copy.meta["vescale"] = Copied(place.unit, _SHARED if shared else why)
+        copy.meta["vescale"] = Copied(place.unit, why)
         return self.order[value]
 
     def _insert_and_drop(self, value: fx.Node, target: Any, place: Place, *args: Any) -> int:
@@ -218,6 +219,19 @@ class _Sinking:
         source = view.all_input_nodes[0]
         self.graph.erase_node(view)
         return source
+
+
+def is_store(value: fx.Node, context: CompileContext) -> bool:
+    """Whether a copy of a value that nothing else reads is none: the store of the generated kernel that computes it."""
+    source = _behind_any_views(value)
+    if not _is_generated(source, context):
+        return False
+    assert isinstance(source.target, OpOverload)
+    return source.target.overloadpacket.__name__ not in _REDUCTIONS
+
+
+def _is_generated(value: fx.Node, context: CompileContext) -> bool:
+    return context.lowering is Lowering.INDUCTOR and generates_code_for(value.target)
 
 
 def _behind_any_views(value: fx.Node) -> fx.Node:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..cost import collective_cost
-from ..cost.collectives import ALL_TO_ALL
+from ..cost.collectives import ALL_REDUCE, ALL_TO_ALL
 from ..cost.compute import compute_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
@@ -22,7 +22,7 @@ from .aliases import bases_of, is_view, touches_of
 from .assign import lifetimes
 from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import nbytes_of, order_of
-from .expand import CASTS
+from .moves import CASTS
 
 _COALESCED = (ops.start_all_gather, ops.start_reduce_scatter)
 
@@ -118,7 +118,7 @@ def task_graph(
     segments: Sequence[list[fx.Node]],
     live_bytes: int,
 ) -> TaskGraph:
-    """The graph's segments and collectives as tasks.
+    """The graph's segments and collectives as tasks. The average over replicas is part of a reduction.
 
     Args:
         live_bytes: what the step takes all the time, apart from the collectives' buffers.
@@ -161,18 +161,21 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     # What is exchanged are codes of the gradients, from one half of the scratch to the other.
     sent, kind = (scratch // 2, ALL_TO_ALL) if exchanges else (full, each.kind)
     cost = collective_cost(context.cluster, kind, sent)
+    comm = context.units[each.unit].comm
+    replicas = context.cluster.across(1 if each.gathers else comm.replica_count)
+    average = collective_cost(replicas, ALL_REDUCE, full / comm.world_size)
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",
-        cost.latency,
-        cost.wire_time,
+        cost.latency + average.latency,
+        cost.wire_time + average.wire_time,
         writers=() if each.gathers else touched or (0,),
         readers=(touched or (segments - 1,)) if each.gathers else (),
         input_bytes=0 if each.gathers else full,
         output_bytes=full if each.gathers and not each.escapes else 0,
         scratch_bytes=scratch,
         lane=_lane(each, context),
-        load=cost.load,
+        load=max(cost.load, average.load),
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         merge=_merge(each, context),

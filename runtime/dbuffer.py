@@ -263,6 +263,7 @@ class DBuffer:
             packed_gradient_bytes=self.gradient_packing.nbytes if self.gradient_packing else 0,
             coalesces=collectives.coalesces(self.shard.device, self.group),
             exchanges=collectives.exchanges_directly(self.shard.device, self.group),
+            replica_count=self.replicas.size() if self.replicas is not None else 1,
         )
 
     def local(self, flat: Tensor, index: int) -> Tensor:

@@ -158,12 +158,8 @@ def _matmul_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
 def _embedding_into(out: Tensor, grad: Tensor, indices: Tensor, padding_idx: int) -> None:
     """The gradient of ``torch.nn.functional.embedding`` with respect to its weight ``out`` [rows, dim].
 
-    As aten.embedding_dense_backward without scale_grad_by_freq, row by row in the order of ``indices``. On a GPU it is
-    that operator and a copy: what could write in place adds in any order there.
+    As aten.embedding_dense_backward without scale_grad_by_freq, row by row in the order of ``indices``: on a CPU.
     """
-    if out.device.type == "cuda":
-        out.copy_(torch.ops.aten.embedding_dense_backward(grad, indices, out.shape[0], padding_idx, False))
-        return
     out.zero_()
     rows, grads = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
     if padding_idx >= 0:

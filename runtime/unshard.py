@@ -46,6 +46,7 @@ class CommSpec(NamedTuple):
     packed_gradient_bytes: int = 0
     coalesces: bool = False  # whether it may share collectives with other units of the group
     exchanges: bool = False  # whether ranks send each other their parts, instead of a collective of the backend
+    replica_count: int = 1  # ranks of the group of replicas
 
 
 def unshard(

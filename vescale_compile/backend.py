@@ -25,7 +25,7 @@ from .inductor_order import KeptOrder
 from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
-from .report import GraphReport, check_budget
+from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
 from .runtime.pool import SlotSpec, with_fresh_slots, with_slots
 from .runtime.registered import registering_group
@@ -86,7 +86,6 @@ def vescale(
     with others_hear_of_failures(captured.buffers):
         run = _lowered(captured, example_inputs, read, on_graph, generate_code)
         report = GraphReport.of(captured)
-        check_budget(report, read.budget_bytes)
     check_agreement(captured, read.deadline)
     if on_compiled is not None:
         on_compiled(report)

@@ -49,7 +49,8 @@ def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) 
             f"vescale option cluster={wanted!r}: its collectives were measured on {measured.ranks} ranks, and {ranks} "
             "shard the parameters. Calibrate on as many (python -m vescale_compile doctor --calibrate)"
         )
-    return Cluster(measured.device, ranks, ranks, _LOOPBACK, _LOOPBACK, measured=measured.collectives)
+    # What was not measured there goes over the links that this machine seems to have.
+    return replace(_guess(device, ranks), device=measured.device, measured=measured.collectives)
 
 
 def _guess(device: torch.device, ranks: int) -> Cluster:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from .capture import Capture
 from .cost import Cluster
-from .passes.context import CompileContext, GraphError, Part
-from .passes.overlap import LARGEST_FIRST
+from .passes.context import CompileContext, Part
 from .passes.summary import Kind, Summary
 from .quantities import size_text as _size
 from .quantities import time_text as _time
@@ -102,18 +101,6 @@ class Report:
             return "no graph reads sharded parameters: call fully_shard on the model first"
         parts = [f"graph {i} of {len(self.graphs)}\n{graph}" for i, graph in enumerate(self.graphs)]
         return "\n\n".join(parts)
-
-
-def check_budget(graph: GraphReport, budget: int | None) -> None:
-    """Raises GraphError if the plan needs more than the memory budget: slots hold a whole unit, however little of the
-    time it takes."""
-    if budget is None or graph.peak_bytes <= budget:
-        return
-    raise GraphError(
-        f"[rank {graph.rank}] memory_budget is {_size(budget)}, but a step takes {_size(graph.peak_bytes)} with its "
-        f"slots ({_size(graph.slot_bytes)}) and shards ({_size(graph.shard_bytes)}). Give at least that, or make units "
-        f"smaller. {LARGEST_FIRST}"
-    )
 
 
 def _after_forward(context: CompileContext, unit: int) -> str:

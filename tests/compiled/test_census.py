@@ -42,6 +42,19 @@ class Padded(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
+class Joined(nn.Module):
+    """A program that puts parameters together before it reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 13)
+        self.first, self.second = nn.Parameter(torch.ones(4, 13)), nn.Parameter(torch.ones(7, 13))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        scores = self.embed(tokens) @ torch.cat([self.first, self.second]).t()
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
 def uneven_llama() -> nn.Module:
     """One layer in fp32, of a model in bf16; sizes that leave places of parameters unaligned."""
     model = Llama(LlamaConfig(layers=1, dim=30, heads=3, kv_heads=1, hidden_dim=43, vocab_size=61))
@@ -90,6 +103,7 @@ def total(census: Counter[step_census.Key], *kinds: Kind) -> int:
         (models.llama, 64, "eager", {"mp_policy": BF16, "reshard_after_forward": False}, {Kind.CAST}),
         (models.Uneven, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY}),
         (Padded, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY}),
+        (Joined, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY, Kind.CONCATENATION}),
         pytest.param(
             uneven_llama,
             61,

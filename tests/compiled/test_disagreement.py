@@ -144,7 +144,7 @@ def test_ranks_that_take_their_cluster_for_different_ones_follow_one_schedule():
         call(*models.batches(1, 11)[0]).backward()
 
 
-@pytest.mark.parametrize(("what", "failing"), [("_lower_eager", 0), ("check_budget", 1)])
+@pytest.mark.parametrize(("what", "failing"), [("_lower_eager", 0), ("summarize", 1)])
 @on_ranks(2)
 def test_a_rank_that_can_not_compile_tells_the_others_why(what, failing):
     def refuse(*_):

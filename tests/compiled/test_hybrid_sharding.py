@@ -9,13 +9,15 @@ import test_exactness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import on_ranks
+from ranks import fake_world, on_ranks
 from test_census import counted, total
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import vescale_compile as vc
+from vescale_compile.cost import collective_cost
+from vescale_compile.passes.context import Part
 from vescale_compile.passes.summary import Kind
 from vescale_compile.runtime import collectives
 from vescale_compile.sharded_module import buffers_in
@@ -77,6 +79,20 @@ def test_averages_over_replicas_are_counted_as_a_profiler_counts_them():
     assert graphs == step, (graphs - step, step - graphs)
     averaged = profile.collectives["all_reduce"].payload_bytes
     assert averaged == total(graphs, Kind.ALL_REDUCE) == total(graphs, Kind.REDUCE_SCATTER) / 2
+
+
+def test_averages_over_replicas_are_part_of_what_is_predicted():
+    predicted = []
+    for world_size, shape in ((2, None), (4, (2, 2))):
+        torch._dynamo.reset()
+        with fake_world(world_size):
+            model = vc.fully_shard(models.build(models.llama), mesh=mesh_of(*shape) if shape else None)
+            options = {"lowering": "eager", "cluster": models.SLOW_WIRE}
+            (graph,) = vc.explain(model, *models.batches(1, 64)[0], options=options).graphs
+            predicted.append(graph.parts[Part.BACKWARD].prediction.communication)
+    across = models.SLOW_WIRE.across(2)
+    averages = [collective_cost(across, "all_reduce", unit.gathered_bytes / 2).seconds for unit in graph.units]
+    assert predicted[1] - predicted[0] == pytest.approx(sum(averages)) and min(averages) > 0
 
 
 @pytest.mark.slow

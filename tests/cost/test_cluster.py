@@ -1,6 +1,7 @@
 """Devices, links and clusters check themselves; their figures are the published ones."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def test_what_a_calibration_lacks_goes_over_the_links_of_this_machine(gpus: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unit = replace(gpu_cluster("h100", 1).device, launch_overhead=1e-5)
+    measured = {"all_gather": MeasuredCollective(1e-4, 2e8)}
+    Calibration(unit, 8, measured).save(tmp_path / "this.json")
+    found = cluster_for(str(tmp_path / "this.json"), torch.device("cuda"), 8)
+    assert found == replace(gpu_cluster("h100", 8), device=unit, ranks_per_node=4, measured=measured)
+
+
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (4, 1), (6, 2), (12, 3), (16, 4)])
 def test_a_node_is_taken_to_have_a_rank_for_each_gpu(gpus: pytest.MonkeyPatch, ranks: int, nodes: int) -> None:
     assert cluster_for(None, torch.device("cuda"), ranks).nodes == nodes
@@ -159,6 +168,16 @@ def test_a_launcher_knows_the_ranks_of_a_node(gpus: pytest.MonkeyPatch, launched
 def test_a_gpu_alone_in_sight_says_nothing_of_its_node(gpus: pytest.MonkeyPatch) -> None:
     gpus.setattr(torch.cuda, "device_count", lambda: 1)
     assert cluster_for(None, torch.device("cuda"), 12) == gpu_cluster("h100", 12)
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicas", "local", "nodes"), [(8, 4, 1, 4), (16, 2, 1, 2), (4, 4, 2, 2), (2, 4, 4, 1), (3, 4, 2, 2)]
+)
+def test_replicas_of_a_shard_are_as_many_ranks_apart_as_shard_it(
+    shards: int, replicas: int, local: int, nodes: int
+) -> None:
+    across = gpu_cluster("h100", shards).across(replicas)
+    assert (across.ranks, across.local_ranks, across.nodes) == (replicas, local, nodes)
 
 
 def test_a_cluster_says_what_it_is() -> None:

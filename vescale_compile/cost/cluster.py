@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vescale_compile.cost.devices import Device, device
 
@@ -108,6 +108,11 @@ class Cluster:
     def nodes(self) -> int:
         """Nodes that take part."""
         return math.ceil(self.ranks / self.local_ranks)
+
+    def across(self, replicas: int) -> Cluster:
+        """The ranks that hold the same shard where ``replicas`` clusters like this one follow one another: one of each.
+        No collective was measured between them."""
+        return replace(self, ranks=replicas, ranks_per_node=max(1, self.ranks_per_node // self.ranks), measured={})
 
     @property
     def last_ranks(self) -> int:

@@ -1,0 +1,67 @@
+"""What :mod:`verify` proves of bytes: those that are copied, and those that are taken."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..quantities import size_text
+from ..runtime.pool import pooled_bytes
+from .aliases import bases_of
+from .context import CompileContext, Copied, Use, buffer_of, fail, marked_buffer
+from .edit import value_of
+from .memory import peak_of
+from .moves import moved_parameters
+from .overlap import LARGEST_FIRST
+from .sink import is_store
+
+
+def check_copies(graph: fx.Graph, context: CompileContext) -> None:
+    """Gathered parameters are moved by the program alone, and gradients by what says so and is counted."""
+    for unit, operator in moved_parameters(graph, context) - context.moved:
+        name = context.units[unit].name
+        fail(context, None, f"the gathered parameters of unit {name} are moved by {operator}, and not by the program")
+    bases = bases_of(graph)
+    for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        place, value = copy.all_input_nodes
+        buffer = buffer_of(bases[place])
+        if buffer is None or buffer.use is not Use.GRADIENTS or isinstance(copy.meta.get("vescale"), Copied):
+            continue
+        if len(value.users) > 1 or not is_store(value, context):
+            name = context.units[buffer.unit].name
+            fail(context, copy, f"a gradient of unit {name} is copied into its place, and nothing counts it")
+
+
+def check_memory(graph: fx.Graph, context: CompileContext) -> None:
+    """What lies in a slot fits there, and the step, as far as it is known yet, takes no more than the budget."""
+    for node in graph.nodes:
+        if buffer_of(node) is not None and node.all_input_nodes:
+            _check_fits(node, context)
+    budget = context.memory_budget
+    if budget is None:
+        return
+    slots = pooled_bytes(context.slots.values())
+    peaks = [peak_of(graph, context), *(summary.peak for summary in context.summaries.values())]
+    taken = context.shard_bytes + slots + max(peak.nbytes for peak in peaks)
+    if taken > budget:
+        fail(
+            context,
+            None,
+            f"memory_budget is {size_text(budget)}, but a step takes {size_text(taken)} with its slots "
+            f"({size_text(slots)}) and shards ({size_text(context.shard_bytes)}). Give at least that, or make units "
+            f"smaller. {LARGEST_FIRST}",
+        )
+
+
+def _check_fits(buffer: fx.Node, context: CompileContext) -> None:
+    """A buffer is the beginning of its slot; PyTorch would cut off what is too long."""
+    slot, end = value_of(buffer.all_input_nodes[0]), buffer.args[3]
+    assert slot is not None and isinstance(end, int)
+    if end > slot.numel():
+        mark = marked_buffer(buffer)
+        fail(
+            context,
+            buffer,
+            f"the {mark.use.value} of unit {context.units[mark.unit].name}, {end} elements, do not fit into their slot "
+            f"of {slot.numel()}",
+        )
