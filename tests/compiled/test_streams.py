@@ -1,0 +1,108 @@
+"""Collectives on a GPU: which stream runs what, and which waits for which. A GPU's streams are played by a record."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vescale_compile.runtime import collectives
+
+
+class Streams:
+    """In place of ``torch.cuda``'s: takes down what happens, in the order in which a process asks for it."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = self.create("compute")
+
+    def create(self, name: str = "communication") -> "Stream":
+        number = sum(line.startswith(f"new {name}") for line in self.log)
+        self.log.append(f"new {name}{number}")
+        return Stream(f"{name}{number}", self.log)
+
+    @contextlib.contextmanager
+    def use(self, stream: "Stream") -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def run(self, what: str) -> None:
+        self.log.append(f"{self.current.name}: {what}")
+
+
+class Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        return f"all of {self.name} up to line {len(self.log)}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    """Of two ranks in a process group that averages, as NCCL's do."""
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: streams.create())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
+    monkeypatch.setattr(torch.cuda, "stream", streams.use)
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.setattr(collectives, name, lambda *_, name=name, **__: streams.run(name))
+    for name in ("all_reduce", "all_to_all_single"):
+        monkeypatch.setattr(dist, name, lambda *_, name=name, **__: streams.run(name))
+    collectives._stream.cache_clear()
+    with fake_world(2), FakeTensorMode():
+        yield streams
+    collectives._stream.cache_clear()
+
+
+def memory(numel: int) -> torch.Tensor:
+    return torch.empty(numel, device="cuda")
+
+
+def test_a_gather_waits_for_what_was_computed_before_it_and_only_its_wait_holds_up_computation(gpu: Streams) -> None:
+    pending = collectives.start_all_gather(memory(4), memory(8), dist.group.WORLD)
+    gpu.run("computes")
+    pending.wait()
+    gpu.run("reads")
+    assert gpu.log[1:] == [
+        "new communication0",
+        "communication0 waits for compute0",
+        "communication0: all_gather_single",
+        "compute0: computes",
+        "compute0 waits for all of communication0 up to line 4",
+        "compute0: reads",
+    ]
+
+
+def test_gathers_share_a_stream_and_reductions_another(gpu: Streams) -> None:
+    for _ in range(2):
+        collectives.start_all_gather(memory(4), memory(8), dist.group.WORLD)
+        collectives.start_reduce_scatter(memory(8), memory(4), memory(0), dist.group.WORLD)
+    collectives.start_all_to_all(memory(8), memory(8), dist.group.WORLD)
+    assert [line for line in gpu.log if "single" in line] == [
+        "communication0: all_gather_single",
+        "communication1: reduce_scatter_single",
+        "communication0: all_gather_single",
+        "communication1: reduce_scatter_single",
+        "communication1: all_to_all_single",
+    ]
+
+
+def test_the_average_over_replicas_follows_the_reduction_on_its_stream(gpu: Streams) -> None:
+    pending = collectives.start_reduce_scatter(memory(8), memory(4), memory(0), dist.group.WORLD, dist.group.WORLD)
+    pending.wait()
+    assert gpu.log[-3:] == [
+        "communication0: reduce_scatter_single",
+        "communication0: all_reduce",
+        "compute0 waits for all of communication0 up to line 5",
+    ]
