@@ -3,9 +3,9 @@
 Graphs run one after another, and what a slot holds seldom outlives the graph that filled it. So a graph's first slot of
 a dtype is every graph's first: as large as the largest that a living graph asked for. What a forward leaves for a
 backward lies in slots set apart for that, and for its process group: where groups overlap, a rank may run a graph of
-another in between. Slots are allocated when a graph is first called, all of its slots together, and freed with the last
-graph that uses them. They come from PyTorch's allocator, or, where it was asked for, from the registered memory of a
-process group.
+another in between. Slots are allocated when a graph is first called, all that it and its backward use together, and
+freed with the last graph that uses them. They come from PyTorch's allocator, or, where it was asked for, from the
+registered memory of a process group.
 """
 
 from __future__ import annotations
@@ -40,11 +40,17 @@ class _Memory:
         self.tensor: Tensor | None = None
         self.group = group  # whose registered memory it is
 
-    def take(self, spec: SlotSpec) -> Tensor:
-        if self.tensor is None or self.tensor.numel() < spec.numel:
+    def has(self, spec: SlotSpec) -> bool:
+        return self.tensor is not None and self.tensor.numel() >= spec.numel
+
+    def grow(self, spec: SlotSpec) -> None:
+        if not self.has(spec):
             self.tensor = None  # freed before its successor is allocated
             with torch.inference_mode(False):  # the next graph may train
                 self.tensor = self._allocate(spec)
+
+    def take(self, spec: SlotSpec) -> Tensor:
+        assert self.tensor is not None
         return self.tensor.narrow(0, 0, spec.numel)
 
     def _allocate(self, spec: SlotSpec) -> Tensor:
@@ -57,31 +63,41 @@ class _Memory:
 _memories: WeakValueDictionary[tuple[Any, ...], _Memory] = WeakValueDictionary()
 
 
-def with_slots(
-    run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec], registered: dist.ProcessGroup | None = None
-) -> Callable[[list[Any]], Any]:
-    """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments.
+class StepSlots:
+    """The slots of a compilation's graphs, a forward and its backward: allocated when the first of them is called."""
 
-    What the graph before it left in flight, out of slots that this one may write, is waited for first, also where that
-    graph raised.
+    def __init__(self, registered: dist.ProcessGroup | None = None) -> None:
+        """``registered`` is the process group whose registered memory the slots are; None for PyTorch's allocator."""
+        self._registered = registered
+        self._wanted: list[tuple[_Memory, SlotSpec]] = []
 
-    Args:
-        registered: the process group whose registered memory the slots are; None for PyTorch's allocator.
-    """
-    memories = _reserve(specs, registered)
+    def add(self, run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
+        """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments.
 
-    def call(args: list[Any]) -> Any:
-        settle()
-        end_failed_graph()
-        args.extend(memory.take(spec) for memory, spec in zip(memories, specs, strict=True))
-        return run(args)
+        What the graph before it left in flight, out of slots that this one may write, is waited for first, also where
+        that graph raised.
+        """
+        slots = [*zip(_reserve(specs, self._registered), specs, strict=True)]
+        self._wanted += slots
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+        def call(args: list[Any]) -> Any:
+            settle()
+            end_failed_graph()
+            if not all(memory.has(spec) for memory, spec in slots):
+                self._allocate()
+            args.extend(memory.take(spec) for memory, spec in slots)
+            return run(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def _allocate(self) -> None:
+        for memory, spec in sorted(self._wanted, key=lambda wanted: -wanted[1].numel):  # none twice
+            memory.grow(spec)
 
 
 def with_fresh_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
-    """:func:`with_slots` without the pool: for tensors that only have shapes, which no other graph may be given."""
+    """:meth:`StepSlots.add` without the pool: for tensors that only have shapes, which no other graph may be given."""
 
     def call(args: list[Any]) -> Any:
         args.extend(torch.empty(spec.numel, dtype=spec.dtype, device=spec.device) for spec in specs)

@@ -27,7 +27,7 @@ from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
 from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
-from .runtime.pool import SlotSpec, with_fresh_slots, with_slots
+from .runtime.pool import SlotSpec, StepSlots, with_fresh_slots
 from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
 from .shared_lowering import lowered_once
@@ -109,7 +109,7 @@ def _lowered(
         functools.partial(dump.write, stage=Stage.CAPTURED.value),
     )
     inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
-    add_slots = functools.partial(with_slots, registered=registered) if generate_code else with_fresh_slots
+    add_slots = StepSlots(registered).add if generate_code else with_fresh_slots
     if captured.context.lowering is Lowering.INDUCTOR:
         return _lower_inductor(captured, inputs, dump, add_slots, generate_code, options.deadline)
     return _lower_eager(captured, inputs, dump, add_slots)

@@ -44,7 +44,7 @@ def test_groups_that_are_wrapped_for_debugging_share_no_collectives_before_torch
 def test_what_is_sent_of_a_slot_that_nothing_was_written_to_is_finite():
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        call = pool.with_slots(lambda args: args, [pool.SlotSpec(8, torch.float64, CPU)])
+        call = pool.StepSlots().add(lambda args: args, [pool.SlotSpec(8, torch.float64, CPU)])
         (slot,) = call([])
     finally:
         torch.use_deterministic_algorithms(False)

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import vescale_compile as vc
 from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.passes.context import Part
 from vescale_compile.runtime import pool, registered
 from vescale_compile.runtime.collectives import start_all_gather
 from vescale_compile.sharded_module import buffers_in
@@ -163,6 +164,22 @@ def test_registered_memory_is_refused_where_a_graph_spans_meshes():
 def test_registered_memory_is_true_or_false():
     with pytest.raises(Exception, match=r"registered_memory='yes': give True or False"):
         torch.compile(nn.Linear(2, 2), backend="vescale", options={"registered_memory": "yes"})(torch.ones(1, 2))
+
+
+@on_ranks(2)
+def test_slots_of_the_backward_are_allocated_with_those_of_the_forward():
+    torch._dynamo.reset()
+    allocated, allocate = [], pool._Memory._allocate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool._Memory, "_allocate", lambda memory, spec: allocated.append(spec) or allocate(memory, spec))
+        model, call = models.sharded(lambda: models.Uneven().double())  # of which no other graph here has slots
+        (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager"}).graphs
+        for _ in range(2):
+            loss = call(*models.batches(1, 11)[0])
+            assert sum(8 * spec.numel for spec in allocated if spec.dtype is torch.float64) == graph.slot_bytes
+            loss.backward()
+    forward, backward = (len(graph.parts[part].slots) for part in (Part.FORWARD, Part.BACKWARD))
+    assert backward > forward > 0
 
 
 @on_ranks(2)
