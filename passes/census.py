@@ -18,12 +18,10 @@ from ..runtime import leaving, quantized_ops
 from .aliases import bases_of
 from .context import (
     ALL_GATHER,
-    Buffer,
     CompileContext,
     Copied,
     GraphUnit,
     Lowering,
-    Part,
     Role,
     Use,
     buffer_of,
@@ -31,7 +29,7 @@ from .context import (
     marked_buffer,
 )
 from .edit import nbytes_of, value_of
-from .moves import MOVES, PAD
+from .moves import MOVES, PAD, buffer_behind
 from .summary import Direction, Entry, Kind
 
 _aten = torch.ops.aten
@@ -117,7 +115,7 @@ def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileCon
     """Values of communication buffers that are written elsewhere as they are."""
     kind = MOVES.get(cast(OpOverload, node.target))
     for source in node.all_input_nodes:
-        buffer = _buffer_behind(bases[source], context)
+        buffer = buffer_behind(bases[source], context)
         promoted = kind is None and context.lowering is Lowering.EAGER and _promotes(node, source)
         if buffer is None or not (kind or promoted):
             continue
@@ -126,12 +124,6 @@ def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileCon
         why = f"to the dtype of {node.target}" if promoted else why if gathers else _TO_SHARD
         direction = Direction.GATHER if gathers else Direction.REDUCE
         yield Entry(kind or Kind.CAST, direction, context.units[buffer.unit].name, _moved_bytes(source, node), why)
-
-
-def _buffer_behind(base: fx.Node, context: CompileContext) -> Buffer | None:
-    if base.op == "placeholder" and context.part is Part.BACKWARD and base.name in context.saved:
-        return Buffer(Use.PARAMETERS, context.saved[base.name])
-    return buffer_of(base)
 
 
 def _promotes(node: fx.Node, source: fx.Node) -> bool:

@@ -19,13 +19,14 @@ import torch
 from torch import fx
 
 from ..runtime import crossing, ops, quantized_ops
+from .aliases import bases_of
 from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Lowering, Part, Role, Use
 from .edit import allocate, call
 from .moves import CASTS, moved_parameters
 
 
 def expand(gm: fx.GraphModule, context: CompileContext) -> None:
-    context.moved = moved_parameters(gm.graph, context)
+    context.moved = moved_parameters(gm.graph, bases_of(gm.graph), context)
     for node in list(gm.graph.nodes):
         if node.target is ops.all_gather:
             _expand_gather(node, context)

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from .aliases import bases_of
-from .context import CompileContext, Part, Use, buffer_of
+from .context import Buffer, CompileContext, Part, Use, buffer_of
 from .reshard import GATHERS
 from .summary import Kind
 
@@ -24,9 +23,10 @@ MOVES: dict[OpOverload, Kind] = {
 } | dict.fromkeys(CASTS, Kind.CAST)
 
 
-def moved_parameters(graph: fx.Graph, context: CompileContext) -> Counter[tuple[int, str]]:
+def moved_parameters(
+    graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext
+) -> Counter[tuple[int, str]]:
     """How often each unit's gathered parameters are moved, by which operator: before and after :func:`expand`."""
-    bases = bases_of(graph)
     return Counter(
         (unit, str(node.target))
         for node in graph.nodes
@@ -40,7 +40,12 @@ def _gathered_from(base: fx.Node, context: CompileContext) -> int | None:
     """The unit whose gathered parameters lie in memory."""
     if base.target in GATHERS:
         return cast(int, base.args[1])
-    if base.op == "placeholder" and context.part is Part.BACKWARD:
-        return context.saved.get(base.name)
-    buffer = buffer_of(base)
+    buffer = buffer_behind(base, context)
     return buffer.unit if buffer is not None and buffer.use is Use.PARAMETERS else None
+
+
+def buffer_behind(base: fx.Node, context: CompileContext) -> Buffer | None:
+    """What communication memory is for; parameters that the forward has kept for the backward are among it."""
+    if base.op == "placeholder" and context.part is Part.BACKWARD and base.name in context.saved:
+        return Buffer(Use.PARAMETERS, context.saved[base.name])
+    return buffer_of(base)

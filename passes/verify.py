@@ -49,9 +49,10 @@ from .verify_bytes import check_copies, check_memory
 def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     part = context.part
     assert part is not None
-    launches = _Execution(context).check(gm.graph)
+    execution = _Execution(context)
+    launches = execution.check(gm.graph)
     _check_counts(launches, part, context)
-    check_copies(gm.graph, context)
+    check_copies(gm.graph, execution.bases, context)
     check_memory(gm.graph, context)
     context.collectives[part] = [_line(node, comm, context) for node, comm in launches]
     if part is Part.BACKWARD:

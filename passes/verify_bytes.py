@@ -7,7 +7,6 @@ from torch import fx
 
 from ..quantities import size_text
 from ..runtime.pool import pooled_bytes
-from .aliases import bases_of
 from .context import CompileContext, Copied, Use, buffer_of, fail, marked_buffer
 from .edit import value_of
 from .memory import peak_of
@@ -16,12 +15,11 @@ from .overlap import LARGEST_FIRST
 from .sink import is_store
 
 
-def check_copies(graph: fx.Graph, context: CompileContext) -> None:
+def check_copies(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
     """Gathered parameters are moved by the program alone, and gradients by what says so and is counted."""
-    for unit, operator in moved_parameters(graph, context) - context.moved:
+    for unit, operator in moved_parameters(graph, bases, context) - context.moved:
         name = context.units[unit].name
         fail(context, None, f"the gathered parameters of unit {name} are moved by {operator}, and not by the program")
-    bases = bases_of(graph)
     for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         place, value = copy.all_input_nodes
         buffer = buffer_of(bases[place])

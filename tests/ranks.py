@@ -52,7 +52,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"  # of the ranks, which inherit it
 
 # Of pytest's workers, and of the ranks, which are forked from what imports this. Compilation makes many objects and few
-# cycles, and would spend a twelfth of its time on looking for them.
+# cycles, and would spend a twentieth of its time on looking for them.
 gc.set_threshold(20_000)
 torch._dynamo.config.run_gc_after_compile = False
 
