@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import wire
 from harness import Plan, Result, measure
-from options import PICTURES, check_folder, check_picture, check_ranks, count, rate, seconds, write_record
+from options import PICTURES, check_folder, check_picture, check_ranks, count, rate, seconds, some_of, write_record
 from report import disagreement, tables
 from systems import SYSTEMS
 from workload import MODELS, Policy, Workload
@@ -80,7 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--systems",
-        type=_systems,
+        type=some_of("system", SYSTEMS),
         metavar="NAME,...",
         help="; ".join(
             f"{what}: {', '.join(name for name, system in SYSTEMS.items() if system.default is default)}"
@@ -89,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--policies",
-        type=_policies,
+        type=some_of("policy", list(Policy)),
         default=list(Policy),
         metavar="NAME,...",
         help=f"of {', '.join(Policy)} (all)",
@@ -136,20 +136,6 @@ def _arguments() -> argparse.Namespace:
     check_folder(parser, "--json", args.json)
     check_picture(parser, "--chart", args.chart)
     return args
-
-
-def _systems(value: str) -> list[str]:
-    names = value.split(",")
-    if unknown := [name for name in names if name not in SYSTEMS]:
-        raise argparse.ArgumentTypeError(f"no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
-    return list(dict.fromkeys(names))
-
-
-def _policies(value: str) -> list[Policy]:
-    try:
-        return [Policy(name) for name in value.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}; there are {', '.join(Policy)}") from None
 
 
 def _setting(workload: Workload, plan: Plan) -> str:

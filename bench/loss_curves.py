@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from options import PICTURES, check_folder, check_picture, count, seconds, write_record
+from options import PICTURES, check_folder, check_picture, count, seconds, some_of, write_record
 
 from vescale_compile.examples.llama import SIZES
 from vescale_compile.examples.optimizers import RECIPES
@@ -152,7 +152,9 @@ def draw(path: Path, curves: Sequence[Curve], setting: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizers", type=_optimizers, default=list(NAMES), metavar="NAME,...", help="(all)")
+    parser.add_argument(
+        "--optimizers", type=some_of("optimizer", NAMES), default=list(NAMES), metavar="NAME,...", help="(all)"
+    )
     parser.add_argument("--ranks", type=count, default=2, help="that shard the model, at least 2 (%(default)s)")
     parser.add_argument("--model", choices=SIZES, default="small", help="of the example (%(default)s)")
     parser.add_argument("--batch", type=count, default=4, help="windows of a sharding rank (%(default)s)")
@@ -171,13 +173,6 @@ def _arguments() -> argparse.Namespace:
     check_folder(parser, "--json", args.json)
     check_picture(parser, "--picture", args.picture)
     return args
-
-
-def _optimizers(value: str) -> list[str]:
-    names = value.split(",")
-    if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"no optimizer {', '.join(unknown)}; there are {', '.join(NAMES)}")
-    return list(dict.fromkeys(names))
 
 
 def _setting(args: argparse.Namespace) -> str:

@@ -27,7 +27,7 @@ import torch
 import wire
 from harness import Plan, Result, Run, taken_in_turns
 from optimizer_trainer import CONTENDERS, OptimizerTrainer
-from options import check_folder, check_ranks, count, rate, seconds, write_record
+from options import check_folder, check_ranks, count, rate, seconds, some_of, write_record
 from profiling import StepProfile
 from report import MB, SHORT
 from workload import Policy, Workload
@@ -177,7 +177,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--optimizers",
-        type=_optimizers,
+        type=some_of("optimizer", CONTENDERS, ";"),
         default=list(CONTENDERS),
         metavar="NAME;...",
         help=f"of {'; '.join(CONTENDERS)} (all)",
@@ -198,13 +198,6 @@ def _arguments() -> argparse.Namespace:
     check_ranks(parser, args)
     check_folder(parser, "--json", args.json)
     return args
-
-
-def _optimizers(value: str) -> list[str]:
-    names = value.split(";")
-    if unknown := [name for name in names if name not in CONTENDERS]:
-        raise argparse.ArgumentTypeError(f"no optimizer {'; '.join(unknown)}; there are {'; '.join(CONTENDERS)}")
-    return list(dict.fromkeys(names))
 
 
 def _setting(workload: Workload, plan: Plan) -> str:

@@ -10,14 +10,17 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import wire
 
 PICTURES = (".png", ".svg", ".pdf")
+
+Name = TypeVar("Name", bound=str)
 
 
 def count(value: str) -> int:
@@ -33,6 +36,20 @@ def seconds(value: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number of seconds")
     return number
+
+
+def some_of(what: str, known: Collection[Name], separator: str = ",") -> Callable[[str], list[Name]]:
+    """Makes an option of names, each of ``known``, once and in the order given. ``what`` they name, for messages."""
+    by_name = {str(each): each for each in known}
+
+    def read(value: str) -> list[Name]:
+        names = list(dict.fromkeys(value.split(separator)))
+        if unknown := [name for name in names if name not in by_name]:
+            missing, existing = (f"{separator} ".join(each) for each in (unknown, by_name))
+            raise argparse.ArgumentTypeError(f"no {what} {missing}; there are {existing}")
+        return [by_name[name] for name in names]
+
+    return read
 
 
 def rate(value: str) -> str:

@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,12 @@ from typing import Any
 import torch
 import wire
 from forecaster import Forecast, Forecaster
-from options import check_folder, seconds
+from options import check_folder, seconds, some_of
 from processes import Ranks, RanksFailed
 from worker import Job, Step
 from workload import FOUR_LAYERS, Policy, Workload
 
 from vescale_compile.cost import Cluster, Device, MeasuredCollective, wire_cluster
-from vescale_compile.examples.llama import LlamaConfig
 
 RATES = ("1gbit", "2gbit", "5gbit", "10gbit")
 HOSTS = (2, 3, 4)
@@ -276,7 +275,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sizes",
-        type=_some_of(FOUR_LAYERS),
+        type=some_of("size", FOUR_LAYERS),
         default=list(FOUR_LAYERS),
         metavar="NAME,...",
         help=f"of {', '.join(FOUR_LAYERS)}",
@@ -296,16 +295,6 @@ def _arguments() -> argparse.Namespace:
             parser.error(f"--{option} is {getattr(args, option)}; it must be at least 1")
     check_folder(parser, "--json", args.json)
     return args
-
-
-def _some_of(known: dict[str, LlamaConfig]) -> Callable[[str], list[str]]:
-    def read(value: str) -> list[str]:
-        names = list(dict.fromkeys(value.split(",")))
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"no size {', '.join(unknown)}; there are {', '.join(known)}")
-        return names
-
-    return read
 
 
 def _rates(value: str) -> list[str]:

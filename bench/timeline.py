@@ -3,12 +3,16 @@
 Two hosts with a wire between them (see wire.py), as root. Each system has two lanes on one time axis:
 
 - computation: operators and generated kernels of the main thread in PyTorch's profiler, without launches of
-  collectives and waits for them. What a system copies around its collectives is in it.
+  collectives and waits for them. Behind them, paler, when the main thread was awake: it launches too, and runs Python.
+  Where it sleeps it waits for the wire, or for the other rank.
 - the wire: when the host's interface sent or received. Gloo moves data on threads of its own, which the profiler does
-  not see alike for all systems; so a thread beside the ranks reads the interface's counters every few milliseconds.
+  not see alike for all systems; so a thread beside the ranks reads the interface's counters every few milliseconds,
+  and the main thread's state, which on CPUs tells a wait from a launch: launching is work, as copying to the wire is.
 
 Above them is what the compiler predicted of ours, for the device and the collectives as measured just before, as in
-predict.py; the optimizer's step is measured. ``--json`` keeps all spans, in seconds from the start of the step.
+predict.py; the optimizer's step is measured. Of the communication that could be hidden two shares are printed: what
+lies beneath computation, and what the main thread did not sleep through. ``--json`` keeps all spans, in seconds from
+the start of the step.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import wire
 from forecaster import Forecast
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from options import PICTURES, check_folder, check_picture, rate, seconds
+from options import PICTURES, check_folder, check_picture, rate, seconds, some_of
 from predict import cluster_of, gigabits
 from processes import Ranks
 from systems import OURS, SYSTEMS
@@ -46,7 +50,7 @@ DENSE = llama.SIZES | FOUR_LAYERS
 _WARMUP = 3
 _SAMPLE_S = 2e-3
 _BUSY = 0.02  # of the rate, below which a wire is taken to rest
-_COMPUTE, _WIRE, _UPDATE = "#4c72b0", "#dd8452", "#8c9bb5"
+_COMPUTE, _WIRE, _UPDATE, _AWAKE = "#4c72b0", "#dd8452", "#8c9bb5", "#cfd8e8"
 
 
 @dataclass
@@ -58,15 +62,19 @@ class Lane:
     computation: Spans
     wire: Spans
     optimizer: Spans = field(default_factory=list)
+    awake: Spans = field(default_factory=list)
+    """of a measured step, when its main thread did not sleep"""
 
     @property
     def hidden(self) -> float:
         """Of what could be hidden, communication beneath computation or the other way round, the share that is; all of
         nothing."""
-        # Predicted gathers and reductions share the wire.
-        busy, wire = merged([*self.computation, *self.optimizer]), merged(self.wire)
-        shorter = min(_total(busy), _total(wire))
-        return _overlap(busy, wire) / shorter if shorter else 1.0
+        return _hidden([*self.computation, *self.optimizer], self.wire)
+
+    @property
+    def unwaited(self) -> float:
+        """The same, where launches and Python between operators hide communication too."""
+        return _hidden([*self.computation, *self.optimizer, *self.awake], self.wire)
 
 
 def main() -> int:
@@ -98,13 +106,14 @@ def main() -> int:
     setting = f"{args.model}, {args.policy}, {args.seq} tokens, two hosts, {args.wire}/s between them; rank 0"
     draw(lanes, setting).savefig(args.out, dpi=150)
     if args.json is not None:
-        kept = {"setting": setting, "lanes": [asdict(lane) | {"hidden": lane.hidden} for lane in lanes]}
+        lines = [asdict(lane) | {"hidden": lane.hidden, "unwaited": lane.unwaited} for lane in lanes]
+        kept = {"setting": setting, "lanes": lines}
         args.json.write_text(json.dumps(kept) + "\n")
     for lane in lanes:
         computation, busy = (1e3 * _total(merged(spans)) for spans in (lane.computation, lane.wire))
         print(
             f"{lane.name}: {1e3 * lane.seconds:.0f} ms, computation {computation:.0f} ms, wire busy {busy:.0f} ms, "
-            f"{100 * lane.hidden:.0f} % of the shorter beneath the longer"
+            f"{100 * lane.hidden:.0f} % of the shorter beneath the longer, {100 * lane.unwaited:.0f} % not waited for"
         )
     print(f"wrote {args.out}")
     return 0
@@ -140,20 +149,27 @@ def predicted(forecast: Forecast) -> Lane:
 
 
 def _traced(name: str, ranks: Ranks, rate: str) -> Lane:
-    counters = Counters(ranks.processes[0].pid)
-    with counters:
+    observer = Observer(ranks.processes[0].pid)
+    with observer:
         traces: list[Trace] = ranks.ask("trace")
     trace = traces[0]
-    busy = clipped(busy_spans(counters.samples, _BUSY * gigabits(rate) * 1e9 / 8), trace.start, trace.stop)
-    return Lane(name, trace.stop - trace.start, trace.computation, busy)
+    busy = clipped(busy_spans(observer.sent, _BUSY * gigabits(rate) * 1e9 / 8), trace.start, trace.stop)
+    awake = clipped(awake_spans(observer.states), trace.start, trace.stop)
+    return Lane(name, trace.stop - trace.start, trace.computation, busy, awake=awake)
 
 
-class Counters:
-    """Reads the bytes that went over a process's wire while it is entered: (monotonic time, bytes both ways)."""
+class Observer:
+    """Watches a process while it is entered.
+
+    Attributes:
+        sent: monotonic times, and the bytes that had then gone over its wire, both ways.
+        states: monotonic times, and the state of its main thread: one letter, R for running or ready to.
+    """
 
     def __init__(self, pid: int) -> None:
-        self.samples: list[tuple[float, int]] = []
-        self._path = Path(f"/proc/{pid}/net/dev")
+        self.sent: list[tuple[float, int]] = []
+        self.states: list[tuple[float, str]] = []
+        self._process = Path(f"/proc/{pid}")
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -166,15 +182,23 @@ class Counters:
 
     def _sample(self) -> None:
         while not self._done.wait(_SAMPLE_S):
-            line = next(line for line in self._path.read_text().splitlines() if wire.INTERFACE in line)
+            lines = Path(self._process, "net", "dev").read_text().splitlines()
+            line = next(line for line in lines if wire.INTERFACE in line)
             fields = line.partition(":")[2].split()  # proc(5): received bytes first, sent bytes ninth
-            self.samples.append((time.monotonic(), int(fields[0]) + int(fields[8])))
+            self.sent.append((time.monotonic(), int(fields[0]) + int(fields[8])))
+            stat = Path(self._process, "task", self._process.name, "stat").read_text()
+            self.states.append((time.monotonic(), stat.rpartition(")")[2].split()[0]))  # after the name, in brackets
 
 
 def busy_spans(samples: Sequence[tuple[float, int]], least: float) -> Spans:
     """The times between samples at which more than ``least`` bytes a second went by, neighbours joined."""
     pairs = itertools.pairwise(samples)
     return merged([(start, stop) for (start, old), (stop, new) in pairs if new - old > least * (stop - start)])
+
+
+def awake_spans(states: Sequence[tuple[float, str]]) -> Spans:
+    """The times up to samples at which a thread ran or was ready to, from the samples before; neighbours joined."""
+    return merged([(start, stop) for (start, _), (stop, state) in itertools.pairwise(states) if state == "R"])
 
 
 def clipped(spans: Spans, start: float, stop: float) -> Spans:
@@ -189,6 +213,7 @@ def draw(lanes: Sequence[Lane], setting: str) -> Figure:
     figure.suptitle(setting, fontsize=9)
     panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)
     for (axes,), lane in zip(panels, lanes, strict=True):
+        _bars(axes, lane.awake, 1, _AWAKE)
         _bars(axes, lane.computation, 1, _COMPUTE)
         _bars(axes, lane.optimizer, 1, _UPDATE)
         _bars(axes, lane.wire, 0, _WIRE)
@@ -204,6 +229,13 @@ def _bars(axes: Axes, spans: Spans, row: int, color: str) -> None:
     axes.broken_barh([(1e3 * a, 1e3 * (b - a)) for a, b in spans], (row, 0.8), facecolors=color)
 
 
+def _hidden(work: Spans, transfers: Spans) -> float:
+    """The share of the shorter that lies beneath the longer; all of nothing."""
+    busy, wire = merged(work), merged(transfers)  # predicted gathers and reductions share the wire
+    shorter = min(_total(busy), _total(wire))
+    return _overlap(busy, wire) / shorter if shorter else 1.0
+
+
 def _total(spans: Spans) -> float:
     return sum(stop - start for start, stop in spans)
 
@@ -217,7 +249,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"the picture ({', '.join(PICTURES)})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the spans, and what is hidden")
-    parser.add_argument("--peers", type=_peers, default=PEERS, metavar="NAME,...", help=f"({','.join(PEERS)})")
+    known = [name for name in SYSTEMS if name != OURS]
+    parser.add_argument(
+        "--peers", type=some_of("peer", known), default=PEERS, metavar="NAME,...", help=f"({','.join(PEERS)})"
+    )
     parser.add_argument("--wire", type=rate, default="2gbit", metavar="RATE", help="(%(default)s)")
     parser.add_argument("--model", choices=DENSE, default="28M", help="(%(default)s)")
     parser.add_argument("--policy", type=Policy, choices=[Policy.RESHARD, Policy.KEEP], default=Policy.RESHARD)
@@ -227,12 +262,6 @@ def _arguments() -> argparse.Namespace:
     check_picture(parser, "--out", args.out)
     check_folder(parser, "--json", args.json)
     return args
-
-
-def _peers(value: str) -> tuple[str, ...]:
-    if unknown := [name for name in value.split(",") if name not in SYSTEMS or name == OURS]:
-        raise argparse.ArgumentTypeError(f"no peer {', '.join(unknown)}; there are {', '.join(set(SYSTEMS) - {OURS})}")
-    return tuple(dict.fromkeys(value.split(",")))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[int, list[tuple
     ("options", "message"),
     [
         (("--systems", "fsdp3"), "no system fsdp3; there are"),
-        (("--policies", "shard"), "'shard' is not a valid Policy; there are unsharded, reshard, keep"),
+        (("--policies", "shard"), "no policy shard; there are unsharded, reshard, keep"),
         (("--systems", "ddp", "--policies", "keep"), "none of ddp runs under them"),
         (("--ranks", "0"), "0 is not a positive number"),
         (("--wire", "2gb"), "2gb is not a rate in bits per second"),

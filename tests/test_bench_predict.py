@@ -13,7 +13,7 @@ sys.path.append(str(BENCH))
 
 from forecaster import Forecast  # noqa: E402
 from predict import Cell, Setting, cluster_of, gigabits, table  # noqa: E402
-from timeline import Lane, busy_spans, clipped, draw, predicted  # noqa: E402
+from timeline import Lane, awake_spans, busy_spans, clipped, draw, predicted  # noqa: E402
 from wire import what_is_missing  # noqa: E402
 
 from vescale_compile.cost import Device, MeasuredCollective, collective_cost  # noqa: E402
@@ -61,6 +61,11 @@ def test_a_wire_is_busy_between_samples_that_moved_enough() -> None:
     assert busy_spans(samples, 50) == [(1.0, 3.0), (4.0, 5.0)]
 
 
+def test_a_thread_is_awake_up_to_samples_that_find_it_running() -> None:
+    states = [(0.0, "S"), (1.0, "R"), (2.0, "R"), (3.0, "S"), (4.0, "D"), (5.0, "R")]
+    assert awake_spans(states) == [(0.0, 2.0), (4.0, 5.0)]
+
+
 def test_what_lies_outside_the_step_is_clipped() -> None:
     assert clipped([(0.0, 1.5), (2.0, 5.0), (6.0, 7.0)], 1.0, 4.0) == [(0.0, 0.5), (1.0, 3.0)]
 
@@ -79,6 +84,12 @@ def test_what_is_hidden_is_the_share_of_the_shorter_that_lies_beneath_the_longer
     assert Lane("apart", 2.0, [(0.0, 1.0)], [(1.0, 2.0)]).hidden == 0.0
     assert Lane("nothing on the wire", 2.0, [(0.0, 2.0)], []).hidden == 1.0
     assert Lane("twice on the wire", 3.0, [(0.0, 2.0)], [(1.0, 3.0), (0.5, 2.5)]).hidden == 0.75
+
+
+def test_what_is_not_waited_for_lies_beneath_all_that_the_main_thread_does() -> None:
+    lane = Lane("ours", 10.0, [(1.0, 2.0)], [(0.0, 4.0)], awake=[(0.5, 3.0), (4.0, 9.0)])
+    assert lane.hidden == 1.0
+    assert lane.unwaited == pytest.approx(2.5 / 4.0)
 
 
 def test_the_picture_has_a_panel_for_each_lane() -> None:
