@@ -1,6 +1,7 @@
-"""Draws one training step of rank 0, ours as predicted and as measured, and of peers: ``python bench/timeline.py``.
+"""Draws a training step of rank 0, ours as predicted and as measured, and of peers: ``python bench/timeline.py``.
 
-Two hosts with a wire between them (see wire.py), as root. Each system has two lanes on one time axis:
+Two hosts with a wire between them (see wire.py), as root. Of a few steps of each system that of the median duration is
+drawn, in two lanes on one time axis:
 
 - computation: operators and generated kernels of the main thread in PyTorch's profiler, without launches of
   collectives and waits for them. Behind them, paler, when the main thread was awake: it launches too, and runs Python.
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,7 @@ import wire
 from forecaster import Forecast
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from options import PICTURES, check_folder, check_picture, rate, seconds, some_of
+from options import PICTURES, check_folder, check_picture, count, rate, seconds, some_of
 from predict import cluster_of, gigabits
 from processes import Ranks
 from systems import OURS, SYSTEMS
@@ -92,7 +93,7 @@ def main() -> int:
             home.mkdir(exist_ok=True)
             return Job(system, args.policy, workload, HOSTS, None, 1, str(home), "once", joined, args.deadline)
 
-        lanes = _ours(job, args.model, args.wire)
+        lanes = _ours(job, args)
         for system in args.peers:
             print(f"{system}: building and warming up", file=sys.stderr, flush=True)
             ranks = Ranks(job(system), TracedTrainer)
@@ -100,7 +101,7 @@ def main() -> int:
                 ranks.ask("build")
                 for _ in range(_WARMUP):
                     ranks.ask("step")
-                lanes.append(_traced(system, ranks, args.wire))
+                lanes.append(median(_traced(system, ranks, args.wire) for _ in range(args.steps)))
             finally:
                 ranks.close()
     setting = f"{args.model}, {args.policy}, {args.seq} tokens, two hosts, {args.wire}/s between them; rank 0"
@@ -119,20 +120,26 @@ def main() -> int:
     return 0
 
 
-def _ours(job: Callable[[str], Job], model: str, rate: str) -> list[Lane]:
+def _ours(job: Callable[[str], Job], args: argparse.Namespace) -> list[Lane]:
     """What is predicted of our step, and the step."""
     print(f"{OURS}: measuring the device and the collectives, building and warming up", file=sys.stderr, flush=True)
     ranks = Ranks(job(OURS), TracedForecaster)
-    config = DENSE[model]
+    config = DENSE[args.model]
     try:
         device = ranks.ask("measure_device", (config,))[0]
         ranks.ask("join")
         contending = max(1.0, HOSTS / len(os.sched_getaffinity(0)))
-        cluster = cluster_of(device, HOSTS, rate, ranks.ask("measure_collectives")[0], contending)
+        cluster = cluster_of(device, HOSTS, args.wire, ranks.ask("measure_collectives")[0], contending)
         forecast: Forecast = ranks.ask("prepare", config, cluster)[0]
-        return [predicted(forecast), _traced(OURS, ranks, rate)]
+        return [predicted(forecast), median(_traced(OURS, ranks, args.wire) for _ in range(args.steps))]
     finally:
         ranks.close()
+
+
+def median(lanes: Iterable[Lane]) -> Lane:
+    """Of an even number, the faster of the two in the middle."""
+    ordered = sorted(lanes, key=lambda lane: lane.seconds)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def predicted(forecast: Forecast) -> Lane:
@@ -257,6 +264,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=DENSE, default="28M", help="(%(default)s)")
     parser.add_argument("--policy", type=Policy, choices=[Policy.RESHARD, Policy.KEEP], default=Policy.RESHARD)
     parser.add_argument("--seq", type=int, default=64, help="tokens of a rank (%(default)s)")
+    parser.add_argument("--steps", type=count, default=5, help="of each system, of which one is drawn (%(default)s)")
     parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one order (%(default)s)")
     args = parser.parse_args()
     check_picture(parser, "--out", args.out)

@@ -13,7 +13,7 @@ sys.path.append(str(BENCH))
 
 from forecaster import Forecast  # noqa: E402
 from predict import Cell, Setting, cluster_of, gigabits, table  # noqa: E402
-from timeline import Lane, awake_spans, busy_spans, clipped, draw, predicted  # noqa: E402
+from timeline import Lane, awake_spans, busy_spans, clipped, draw, median, predicted  # noqa: E402
 from wire import what_is_missing  # noqa: E402
 
 from vescale_compile.cost import Device, MeasuredCollective, collective_cost  # noqa: E402
@@ -76,6 +76,12 @@ def test_the_predicted_lane_is_forward_backward_optimizer() -> None:
     assert lane.wire == [(0.1, 1.0), (1.5, 3.0)]
     assert lane.optimizer == [(2.5, 3.5)]
     assert lane.seconds == pytest.approx(3.5)
+
+
+def test_of_several_steps_the_one_of_median_duration_is_drawn() -> None:
+    lanes = [Lane("ours", seconds, [], []) for seconds in (3.0, 1.0, 9.0, 2.0)]
+    assert median(lanes[:3]).seconds == 3.0
+    assert median(lanes).seconds == 2.0
 
 
 def test_what_is_hidden_is_the_share_of_the_shorter_that_lies_beneath_the_longer() -> None:
