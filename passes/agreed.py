@@ -15,9 +15,11 @@ from .context import CompileContext
 Units = frozenset[int]
 
 
-def agreed_units(kept: Units, carried: Units, context: CompileContext) -> tuple[Units, Units]:
-    """The units to keep for the backward, and those whose gather is launched for it in the forward."""
-    first, second = json.loads(_decided("units", json.dumps([sorted(kept), sorted(carried)]), context))
+def agreed_units(again: Units, kept: Units, carried: Units, context: CompileContext) -> tuple[Units, Units]:
+    """Of the units ``again``, which the backward would gather again, those to keep for it, and those whose gather is
+    launched for it in the forward. Programs on the same units may differ in which ones their backward reads."""
+    own = json.dumps([sorted(kept), sorted(carried)])
+    first, second = json.loads(_decided(repr(("units", sorted(again))), own, context))
     return frozenset(first), frozenset(second)
 
 

@@ -1,9 +1,10 @@
 """Decides, in the joint graph, what the backward gathers again and what it keeps.
 
-For a unit that is resharded after its forward: the gather, the cast that feeds it, and everything computed from
-parameters alone (views, transposes, casts) are marked for recomputation, so the partitioner saves the shard and
-nothing else of the unit. Marking the views alone would save a cast that follows them. A unit that is kept is
-marked so that its gather is not repeated.
+For a unit that is resharded after its forward: the gather, the cast that feeds it, and everything that PyTorch's own
+operators compute from parameters alone (views, transposes, casts) are marked for recomputation, so the partitioner
+saves the shard and nothing else of the unit. Marking the views alone would save a cast that follows them. A unit that
+is kept is marked so that its gather is not repeated. A custom operator may draw random numbers, or keep a state, of
+which nothing tells: what it computes is the partitioner's to save.
 
 The joint graph also says which gradients there are, and it is the last one that does so: what the backward must
 reduce, and which parameters get a gradient, is recorded in the context.
@@ -19,6 +20,7 @@ from ..runtime import ops, quantized_ops
 from .context import CompileContext
 
 GATHERS = (ops.all_gather, quantized_ops.all_gather_quantized)
+_KNOWN = ("aten", "prims", "vescale")  # namespaces
 _REDUCTIONS = (ops.reduce_scatter, quantized_ops.reduce_scatter_quantized)
 
 
@@ -53,5 +55,11 @@ def _casts_before(gather: fx.Node) -> list[fx.Node]:
 def _depends_only_on(node: fx.Node, nodes: set[fx.Node]) -> bool:
     if node.op != "call_function" or not node.all_input_nodes:
         return False
-    random = isinstance(node.target, torch._ops.OpOverload) and (torch.Tag.nondeterministic_seeded in node.target.tags)
-    return not random and all(arg in nodes for arg in node.all_input_nodes)
+    return _is_repeatable(node.target) and all(arg in nodes for arg in node.all_input_nodes)
+
+
+def _is_repeatable(target: object) -> bool:
+    """Whether what is called is known to compute the same again. Python's own functions are: of lists, and of sizes."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in _KNOWN and torch.Tag.nondeterministic_seeded not in target.tags
+    return not isinstance(target, torch._ops.OperatorBase)

@@ -55,6 +55,7 @@ def retain(
         return halves, survey(halves, context)
 
     halves, step = cut_keeping(())
+    again = frozenset(step.gathered_again)
     own: Sequence[int] = () if budget is None else _worth_keeping(step, budget)
     while own:
         with_kept, after = cut_keeping(own)
@@ -63,7 +64,7 @@ def retain(
             break
         own = own[:-1]  # the partitioner saved more than the parameters, a cast of them, say
     context.kept = frozenset(own)
-    kept, context.carried = agreed_units(context.kept, _to_carry(step, context), context)
+    kept, context.carried = agreed_units(again, context.kept, _to_carry(step, context), context)
     if kept != context.kept:
         halves, step = cut_keeping(sorted(kept))
     context.needs = step.needs(context.carried)

@@ -138,10 +138,9 @@ def agree_on_leaving_compiled_code(buffer: DBuffer) -> None:
 
     The two gather in different places in the backward: a rank alone in this would send others what they don't expect.
     """
-    if buffer.compiled and not buffer.left_compiled_code:
-        agree(
-            buffer.mesh, "outside compiled code", [f"unit {buffer.name}"], absent=_STILL_COMPILED, deadline_s=DEADLINE_S
-        )
+    if buffer.deadline is not None and not buffer.left_compiled_code:
+        lines = [f"unit {buffer.name}"]
+        agree(buffer.mesh, "outside compiled code", lines, absent=_STILL_COMPILED, deadline_s=buffer.deadline)
         buffer.left_compiled_code = True
 
 

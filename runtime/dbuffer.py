@@ -149,7 +149,7 @@ class DBuffer:
         rounding: the stream that quantized gradients are rounded by.
         params: the sharded parameters themselves, one for each slot, once they exist.
         agreed: whether all ranks are known to have the same layout.
-        compiled: whether a compiled graph has gathered it.
+        deadline: seconds, of the last compiled graph that gathered it; None if there was none.
         left_compiled_code: whether all ranks are known to have gathered it without one after that.
         unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
         unreduced_slots: the parameters whose they are.
@@ -164,7 +164,7 @@ class DBuffer:
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
     agreed: bool = False
-    compiled: bool = False
+    deadline: float | None = None
     left_compiled_code: bool = False
     unreduced: Tensor | None = None
     unreduced_slots: set[int] = field(default_factory=set)
@@ -203,8 +203,14 @@ class DBuffer:
         self.slots = tuple(replace(slot, name=new) for slot, new in zip(self.slots, params, strict=True))
 
     def set_shard(self, shard: Tensor) -> None:
-        """Takes another tensor of as many elements as the shard: another device or dtype, or new memory."""
+        """Takes another tensor of as many elements as the shard: another device or dtype, or new memory. Its padding
+        becomes zeros: it is sent too, and replicas must be equal."""
         self.shard = shard
+        end = 0
+        for slot in sorted(self.slots, key=lambda slot: slot.local_start):
+            _zero(shard, end, slot.local_start)
+            end = max(end, slot.local_start + slot.local_numel)
+        _zero(shard, end, shard.numel())
         floats = shard.dtype.is_floating_point
         self.param_dtype = (self.policy.param_dtype if floats else None) or shard.dtype
         self.reduce_dtype = (self.policy.reduce_dtype if floats else None) or self.param_dtype
@@ -298,6 +304,12 @@ class DBuffer:
         self.unreduced, self.unreduced_slots, self.unreduced_compiled = None, set(), True
         self.sync.add_pending(-1)
         return taken
+
+
+@torch.no_grad()
+def _zero(flat: Tensor, start: int, stop: int) -> None:
+    if start < stop:
+        flat[start:stop].zero_()
 
 
 def _add(total: Tensor, of_total: set[int], grad: Tensor, indices: set[int], places: Sequence[tuple[int, int]]) -> None:

@@ -36,18 +36,23 @@ class _OpenBuffer:
 
 
 _open: dict[DBuffer, _OpenBuffer] = {}
+_running: list[list[DBuffer]] = []
+"""What each running module has opened, the innermost one's last."""
 
 
 @contextlib.contextmanager
 def gathered_once(buffers: Iterable[DBuffer]) -> Iterator[None]:
-    """While open, each of ``buffers`` is gathered once, however many of its parameters are read."""
-    opened = list(buffers)
-    for buffer in opened:
-        _open.setdefault(buffer, _OpenBuffer()).depth += 1
+    """While open, each of ``buffers``, and of others that are read meanwhile, is gathered once, however many of its
+    parameters are read."""
+    opened: list[DBuffer] = []
+    _running.append(opened)
+    for buffer in buffers:
+        _keep_open(buffer)
     closed: list[tuple[DBuffer, _OpenBuffer]] = []
     try:
         yield
     finally:
+        _running.pop()
         for buffer in opened:
             _open[buffer].depth -= 1
             if _open[buffer].depth == 0:
@@ -56,19 +61,23 @@ def gathered_once(buffers: Iterable[DBuffer]) -> Iterator[None]:
         _check_unwritten(buffer, state.gathered)
 
 
+def _keep_open(buffer: DBuffer) -> None:
+    """For as long as the innermost running module runs."""
+    _open.setdefault(buffer, _OpenBuffer()).depth += 1
+    _running[-1].append(buffer)
+
+
 @torch.compiler.disable
 def unsharded(binding: Binding) -> Tensor:
     """The full parameter of ``binding``. A collective, unless its unit is open and was gathered already."""
     buffer, index = binding
-    state = _open.get(buffer)
-    if state is None:
-        gathered = _gather(buffer)
-    else:
-        if state.gathered is None or state.gathered.key != _key(buffer):
-            _check_unwritten(buffer, state.gathered)
-            state.gathered = _gather(buffer)
-        gathered = state.gathered
-    return gathered.params[index]
+    if buffer not in _open and _running:  # between two compiled graphs none runs
+        _keep_open(buffer)
+    state = _open.get(buffer, _OpenBuffer())
+    if state.gathered is None or state.gathered.key != _key(buffer):
+        _check_unwritten(buffer, state.gathered)
+        state.gathered = _gather(buffer)
+    return state.gathered.params[index]
 
 
 def _key(buffer: DBuffer) -> tuple[bool, bool, int]:

@@ -60,6 +60,18 @@ class _Memory:
         return torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
 
 
+_last_use: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+"""Of slots on each GPU: the stream that a graph ran on, and when it was done there."""
+
+
+def _follow_last_use(device: torch.device) -> None:
+    """Slots are every graph's, so a graph on one stream comes after one on another."""
+    stream = torch.cuda.current_stream(device)
+    last, done = _last_use.get(device, (stream, None))
+    if done is not None and last != stream:
+        stream.wait_event(done)
+
+
 _memories: WeakValueDictionary[tuple[Any, ...], _Memory] = WeakValueDictionary()
 
 
@@ -75,18 +87,26 @@ class StepSlots:
         """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments.
 
         What the graph before it left in flight, out of slots that this one may write, is waited for first, also where
-        that graph raised.
+        that graph raised; and on a GPU that graph itself, where it ran on another stream.
         """
         slots = [*zip(_reserve(specs, self._registered), specs, strict=True)]
         self._wanted += slots
+        gpus = sorted({spec.device for spec in specs if spec.device.type == "cuda"}, key=str)
 
         def call(args: list[Any]) -> Any:
             settle()
             end_failed_graph()
+            for device in gpus:
+                _follow_last_use(device)
             if not all(memory.has(spec) for memory, spec in slots):
                 self._allocate()
             args.extend(memory.take(spec) for memory, spec in slots)
-            return run(args)
+            try:
+                return run(args)
+            finally:
+                for device in gpus:
+                    stream = torch.cuda.current_stream(device)
+                    _last_use[device] = stream, stream.record_event()
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call

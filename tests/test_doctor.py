@@ -120,9 +120,9 @@ def test_more_threads_than_cores_are_noted(monkeypatch):
 
 
 def test_a_preset_or_a_calibration_is_checked(capsys, healthy, tmp_path):
-    Calibration(DEVICE, 2, {"all_gather": MeasuredCollective(1e-4, 1e9)}).save(tmp_path / "this.json")
+    Calibration(DEVICE, 4, {"all_gather": MeasuredCollective(1e-4, 1e9)}).save(tmp_path / "this.json")
     status, out, _ = doctor(capsys, "--cluster", str(tmp_path / "this.json"))
-    assert status == 0 and "2 x this machine" in out and "collectives as measured" in out
+    assert status == 0 and "4 x this machine" in out and "collectives as measured" in out
     status, out, _ = doctor(capsys, "--cluster", "cray")
     assert status == 1 and "neither a preset" in out
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .capture import Capture, capture
+from .capture import Capture, buffers_among, capture
 from .compiled import CompiledGraph, check_agreement, others_hear_of_failures
 from .dump import GraphDump
 from .frames import roomy
@@ -79,11 +79,12 @@ def vescale(
     if mode is not None:
         raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
     read = read_options(options)
-    captured = capture(gm, example_inputs, read)
-    if captured is None:
+    buffers = buffers_among(example_inputs)
+    if not buffers:
         return _compile_unsharded(gm, example_inputs, read, generate_code)
-    agree_on_buffers(captured.buffers, deadline_s=read.deadline)
-    with others_hear_of_failures(captured.buffers):
+    agree_on_buffers(buffers, deadline_s=read.deadline)
+    with others_hear_of_failures(buffers):
+        captured = capture(gm, example_inputs, read)
         run = _lowered(captured, example_inputs, read, on_graph, generate_code)
         report = GraphReport.of(captured)
     check_agreement(captured, read.deadline)

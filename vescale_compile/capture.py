@@ -58,11 +58,18 @@ class Capture:
     others: tuple[int, ...]
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Capture | None:
-    """Reads the sharded parameters among the example inputs; None if there are none."""
+def buffers_among(example_inputs: Sequence[Any]) -> tuple[DBuffer, ...]:
+    """Those of the sharded parameters among a graph's arguments."""
+    return tuple(dict.fromkeys(bound(value).buffer for value in example_inputs if isinstance(value, RaggedDTensor)))
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Capture:
+    """Reads the sharded parameters among the example inputs, of which there is one at least.
+
+    Raises:
+        ValueError: the cluster of ``options`` can't be read on this rank, or is of another number of ranks.
+    """
     bindings = {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
-    if not bindings:
-        return None
     positions: dict[DBuffer, list[int]] = {}
     for position in _by_first_use(gm, bindings):
         positions.setdefault(bindings[position].buffer, []).append(position)

@@ -10,11 +10,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from .cost import Cluster
+from .cost import Calibration, Cluster
 from .hardware import cluster_for
 from .options import read_options
 from .torch_internals import inductor_cache_folder
@@ -114,7 +115,8 @@ def inductor() -> Finding:
         "Inductor",
         Verdict.BROKEN,
         failure,
-        'see that the compiler works; options={"lowering": "eager"} trains without Inductor, slower',
+        'see that the compiler works, and that Python\'s headers are there (python3-dev); options={"lowering": '
+        '"eager"} trains without Inductor, slower',
     )
 
 
@@ -199,6 +201,8 @@ def predicted_cluster(given: str | None) -> Finding:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = max(torch.cuda.device_count(), 2)
     try:
+        if given is not None and Path(given).is_file():  # it knows of how many ranks it is
+            ranks = max(Calibration.load(given).ranks, 2)
         cluster: Cluster = cluster_for(read_options({"cluster": given}).cluster, device, ranks)
     except ValueError as error:
         return Finding("cluster", Verdict.BROKEN, str(error), "give a preset, or make a file with doctor --calibrate")

@@ -41,7 +41,7 @@ class CompiledGraph:
             agree_on_buffers(buffers, deadline_s=self._deadline)
         flats: list[Any] = []
         for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
-            buffer.compiled = True
+            buffer.deadline = self._deadline
             params = [args[position] for position in unit.positions]
             reduced = unit.graph.port is None
             flat = flat_input(buffer, params, reduced=reduced, used=used, compiled=True)

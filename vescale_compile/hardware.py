@@ -31,9 +31,15 @@ def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) 
         ranks: that shard them.
 
     Raises:
-        ValueError: no such preset and no such file, or a file that is no calibration of so many ranks.
+        ValueError: no such preset and no such file, a file that is no calibration of so many ranks, or a cluster whose
+            collectives were measured on others.
     """
     if isinstance(wanted, Cluster):
+        if wanted.measured and wanted.ranks != ranks:
+            raise ValueError(
+                f"vescale option cluster={str(wanted)!r}: its collectives were measured on {wanted.ranks} ranks, and "
+                f"{ranks} shard the parameters. Leave measured= out, for what its links make of them"
+            )
         return replace(wanted, ranks=ranks)
     if wanted is None:
         return _guess(device, ranks)

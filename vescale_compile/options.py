@@ -12,6 +12,7 @@ from .cost import Cluster
 from .runtime.agreement import DEADLINE_S
 
 LOWERINGS = ("inductor", "eager")
+_LONGEST_S = 1e7  # a season; PyTorch's stores take no infinite time
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,10 @@ class Options:
         deadline: seconds that a rank waits for the others' word that they compiled the same collectives.
         memory_budget: bytes that a step may take on a rank, optimizer states apart: a number, or text such as
             ``"40GB"``. What it leaves is used to keep units for the backward that would be gathered again, and to
-            launch ahead. Compiling raises GraphError where no schedule fits. None: what it takes to gather and to
-            reduce one unit ahead.
+            launch ahead; where batches differ in size, the first decides what is kept. Compiling raises GraphError
+            where no schedule fits. Each captured graph has it for itself: between graph breaks, what one leaves for
+            its backward is not counted in the others, nor are gradients that ``no_sync`` accumulates. None: what it
+            takes to gather and to reduce one unit ahead.
         cluster: what schedules are made for: a :class:`vescale_compile.cost.Cluster`, the name of a preset
             (``"h100"``), or the path of a calibration file. None: what this machine seems to be.
         registered_memory: slots are memory that the process group has registered with its network (NCCL). Compiling
@@ -41,8 +44,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
             raise ValueError(f"vescale option lowering={self.lowering!r}: choose one of {', '.join(LOWERINGS)}")
-        if not isinstance(self.deadline, int | float) or self.deadline <= 0:
-            raise ValueError(f"vescale option deadline={self.deadline!r}: give a number of seconds above 0")
+        if type(self.deadline) not in (int, float) or not 0 < self.deadline < _LONGEST_S:
+            raise ValueError(
+                f"vescale option deadline={self.deadline!r}: give a number of seconds above 0 and below {_LONGEST_S:g}"
+            )
         if not isinstance(self.cluster, str | Cluster | None):
             raise ValueError(f"vescale option cluster={self.cluster!r}: give a Cluster, a preset's name or a file")
         _ = self.budget_bytes
@@ -60,9 +65,10 @@ class Options:
             if isinstance(given, str)
             else None
         )
-        if match is None:
+        nbytes = 0 if match is None else int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+        if nbytes == 0:
             raise ValueError(f"vescale option memory_budget={given!r}: give bytes, or a text such as '40GB'")
-        return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+        return nbytes
 
 
 def read_options(given: Mapping[str, Any] | None) -> Options:

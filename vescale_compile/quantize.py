@@ -4,8 +4,9 @@
 blocks of its own shard: no block is cut, so no rank has to know another's maxima (veScale-FSDP, arXiv 2602.22437). What
 is gathered equals, bit for bit, the whole tensor quantized on one rank. Shards keep their values and their dtype.
 
-Parameters of two or more dimensions are quantized. The others, norms and biases, are few and every bit of them counts:
-they travel in the same buffer as they are. A parameter's shape decides, never what a rank holds of it.
+Parameters of two or more dimensions are quantized. The others, norms and most biases, are few and every bit of them
+counts: they travel in the same buffer as they are. A parameter's shape decides, never what a rank holds of it, so that
+a stack of experts' biases, [experts, n], is quantized.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny  # of a block of zeros, so that n
 _INT8_MAX = 127.0
 _E4M3_MAX = 448.0
 _MX_BLOCK = 32
+_APART = "or call fully_shard without quantize on the module that has it, then with it on each block, and on the model"
 
 
 class Quantized(NamedTuple):
@@ -197,7 +199,7 @@ class BlockFP8(BlockQuantizer):
         if h > rows or w > cols:
             raise ValueError(
                 f"tiles of {h} x {w} are larger than its matrices of {rows} x {cols}. Take a smaller tile in "
-                "vc.BlockFP8(tile=...), or vc.BlockInt8, or give the module that has it a unit of its own"
+                f"vc.BlockFP8(tile=...), or vc.BlockInt8, {_APART}"
             )
         return Tiles(math.prod(shape[:-2]), rows, cols, h, w)
 
@@ -231,8 +233,8 @@ class MXFP8(BlockQuantizer):
             return None
         if shape[-1] < _MX_BLOCK:
             raise ValueError(
-                f"vc.MXFP8 has blocks of {_MX_BLOCK} elements, and its rows have {shape[-1]}. Take vc.BlockInt8, or "
-                "give the module that has it a unit of its own"
+                f"vc.MXFP8 has blocks of {_MX_BLOCK} elements, and its rows have {shape[-1]}. Take vc.BlockInt8, "
+                f"{_APART}"
             )
         if shape[-1] % _MX_BLOCK == 0:  # then blocks go on from row to row
             return Tiles(1, 1, math.prod(shape), 1, _MX_BLOCK)
@@ -295,8 +297,7 @@ def _consecutive(shape: Sequence[int], block: int, remedy: str) -> Tiles | None:
     numel = math.prod(shape)
     if numel < block:
         raise ValueError(
-            f"blocks of {block} are larger than it, {numel} elements. Take smaller ones, {remedy}, or give the module "
-            "that has it a unit of its own"
+            f"blocks of {block} are larger than it, {numel} elements. Take smaller ones, {remedy}, {_APART}"
         )
     return Tiles(1, 1, numel, 1, block)
 

@@ -70,8 +70,9 @@ def fully_shard(
             or more dimensions, quantized in blocks by the rank that holds them, and dequantized to the dtype of
             gathers. Shards and gradients are as without.
         quantize_gradients: ``BlockInt8``: reductions send 8-bit codes and scales, of gradients of the same parameters,
-            rounded stochastically; each rank averages, in float32, what all send it. See :func:`rounding_state`.
-        ignored_params: parameters to leave as they are; their gradients are not averaged.
+            rounded stochastically; each rank averages, in float32, what all send it. See :func:`rounding_state`. Over
+            the replicas of a 2-D mesh the averages are exchanged in ``reduce_dtype``.
+        ignored_params: parameters to leave as they are, of this module or of others; their gradients are not averaged.
 
     Returns:
         ``module``.
@@ -82,17 +83,18 @@ def fully_shard(
             that are larger than a parameter.
         TypeError: an argument of another type.
     """
-    _check_arguments(module, reshard_after_forward)
+    _check_arguments(module, reshard_after_forward, mp_policy)
     check_quantizers(quantize, quantize_gradients)
     granularities = _granularities(granularity)
     granularities += tuple(each.granularity for each in (quantize, quantize_gradients) if each is not None)
     over = data_parallel_mesh(module, mesh)
+    # Before parameters are tied: what holds a parameter of a unit elsewhere is no unit.
+    nested = any(isinstance(part, ShardedModule) and part._vescale_unit is not None for part in module.modules())
     _tie_to_sharded(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward, quantize, quantize_gradients)
-    ignored = set(ignored_params or ())
+    ignored = _ignored(ignored_params)
     _check_params(module, over, ignored)
-    nested = any(isinstance(part, ShardedModule) for part in module.modules())
     units = find_units(module, ignored, nested_units=nested)
     if not units:
         raise ValueError(
@@ -237,7 +239,7 @@ def _as_parameter(sharded: Tensor, original: nn.Parameter, binding: Binding) -> 
     return param
 
 
-def _check_arguments(module: object, reshard_after_forward: object) -> None:
+def _check_arguments(module: object, reshard_after_forward: object, mp_policy: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: module is {type(module).__name__}; give an nn.Module")
     for name, part in module.named_modules():
@@ -257,6 +259,21 @@ def _check_arguments(module: object, reshard_after_forward: object) -> None:
         )
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; give True or False")
+    if not isinstance(mp_policy, MixedPrecisionPolicy | None):
+        raise TypeError(f"fully_shard: mp_policy is {mp_policy!r}; give vc.MixedPrecisionPolicy(param_dtype=...)")
+
+
+def _ignored(params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    """Those given may be of other modules too: one set will do for all calls."""
+    given = () if params is None else (params,) if isinstance(params, Tensor | str) else tuple(params)
+    for each in given:
+        if isinstance(params, Tensor) or not isinstance(each, nn.Parameter):
+            found = f"a {type(params).__name__}" if isinstance(params, Tensor) else repr(each)
+            raise TypeError(
+                f"fully_shard: ignored_params has {found}; give a set of parameters, as {{model.head.weight}} or "
+                "set(model.head.parameters())"
+            )
+    return set(given)
 
 
 def _granularities(granularity: object) -> tuple[GranularityFn, ...]:

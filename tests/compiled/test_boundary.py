@@ -85,6 +85,21 @@ def test_where_the_backward_gathers_nothing_again_nothing_is_carried():
     assert not any(event.startswith(("carry", "take")) for part in graph.parts.values() for event in part.schedule)
 
 
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=str)
+@on_ranks(2)
+def test_a_program_whose_backward_reads_no_parameter_decides_for_itself(order):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = vc.fully_shard(torch.nn.Linear(6, 6 + order[0], bias=False))
+    call = torch.compile(model, backend="vescale", options=OPTIONS)
+    weight = model.weight.full_tensor()
+    for wanted in order:  # the gradient of the input takes the weight, that of the weight does not
+        x = torch.ones(3, 6, requires_grad=wanted)
+        call(x).sum().backward()
+        if wanted:
+            torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 6))
+
+
 def test_where_the_budget_has_no_room_for_it_nothing_is_carried(usual):
     with fake_world(2):
         tight = explained(memory_budget=usual.peak_bytes - 1900)

@@ -277,6 +277,36 @@ def test_writing_to_a_parameter_in_an_eager_forward_is_refused(how):
         call(torch.ones(4, 4))
 
 
+class WritesToAnother(nn.Module):
+    """Moves the weights of a module that is a unit of its own and does not run, as a target network's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Linear(4, 4)
+        self.target = vc.fully_shard(nn.Linear(4, 4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.target.weight.lerp_(self.online.weight, 0.5)
+        return self.online(x).sum()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@on_ranks(2)
+def test_writing_to_a_parameter_of_another_unit_in_an_eager_forward_is_refused(mode):
+    model = vc.fully_shard(WritesToAnother())
+    with mode(), pytest.raises(RuntimeError, match="written to inside forward"):
+        model(torch.ones(4, 4))
+
+
+@on_ranks(2)
+def test_writing_to_a_parameter_in_inference_mode_is_refused():
+    model, call = models.sharded(Writes, compile=None)
+    model.how = "method"
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="written to inside forward"):
+        call(torch.ones(4, 4))
+
+
 def test_an_option_that_does_not_exist_is_refused():
     with pytest.raises(Exception, match=r"unknown vescale options \['lowring'\]"):
         torch.compile(nn.Linear(2, 2), backend="vescale", options={"lowring": "eager"})(torch.ones(1, 2))
@@ -287,6 +317,16 @@ def test_a_mode_is_refused():
         torch.compile(nn.Linear(2, 2), backend="vescale", mode="max-autotune")(torch.ones(1, 2))
 
 
-def test_an_impossible_option_is_refused():
-    with pytest.raises(Exception, match="choose one of inductor, eager"):
-        torch.compile(nn.Linear(2, 2), backend="vescale", options={"lowering": "cpp"})(torch.ones(1, 2))
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"lowering": "cpp"}, "choose one of inductor, eager"),
+        ({"deadline": float("inf")}, "deadline=inf: give a number of seconds above 0 and below"),
+        ({"deadline": float("nan")}, "deadline=nan: give a number"),
+        ({"deadline": True}, "deadline=True: give a number"),
+        ({"memory_budget": "0GB"}, "memory_budget='0GB': give bytes"),
+    ],
+)
+def test_an_impossible_option_is_refused(options, problem):
+    with pytest.raises(Exception, match=problem):
+        torch.compile(nn.Linear(2, 2), backend="vescale", options=options)(torch.ones(1, 2))

@@ -163,6 +163,17 @@ def test_a_rank_that_can_not_compile_tells_the_others_why(what, failing):
 
 
 @on_ranks(2)
+def test_a_rank_that_has_no_file_of_the_cluster_tells_the_others():
+    torch._dynamo.reset()
+    mine = dist.get_rank() == ODD
+    model, _ = models.sharded(lambda: models.Uneven(5), compile=None)  # no such graph was agreed on
+    options = {"lowering": "eager", "deadline": 60, "cluster": "/no/such/file" if mine else None}
+    with pytest.raises(Exception, match="neither a preset" if mine else f"rank {ODD}.* has .*neither a preset"):
+        torch.compile(model, backend="vescale", options=options)(*models.batches(1, 11)[0])
+    dist.barrier()
+
+
+@on_ranks(2)
 def test_a_rank_from_which_pytorch_asks_to_compile_again_has_not_failed():
     model, _ = models.sharded(models.Uneven)
     if dist.get_rank() == ODD:
@@ -197,12 +208,11 @@ def test_ranks_at_different_collectives_take_nothing_for_what_it_is_not():
 @on_ranks(2)
 def test_a_rank_that_leaves_compiled_code_alone_says_so_at_the_deadline():
     torch._dynamo.reset()
-    model, call = models.sharded(models.Uneven)
-    call(*models.batches(1, 11)[0])
+    model, _ = models.sharded(models.Uneven)
+    options = {"lowering": "eager", "deadline": 20 if dist.get_rank() != ODD else 1.5}
+    torch.compile(model, backend="vescale", options=options)(*models.batches(1, 11)[0])
     if dist.get_rank() == ODD:
         # The last test in these processes: ranks can't agree on anything once one has waited in vain.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agreement, "DEADLINE_S", 0.5)
-            with pytest.raises(RanksMissing, match="recompile_limit"):
-                model(*models.batches(1, 11)[0])
+        with pytest.raises(RanksMissing, match=r"(?s)1\.5 s.*recompile_limit"):
+            model(*models.batches(1, 11)[0])
     dist.barrier()

@@ -251,6 +251,19 @@ def test_without_a_process_group():
         (lambda: vc.fully_shard([small()]), TypeError, "give an nn.Module"),
         (lambda: vc.fully_shard(small(), reshard_after_forward=2), TypeError, "give True or False"),
         (
+            lambda: vc.fully_shard(small(), mp_policy=torch.bfloat16),
+            TypeError,
+            "mp_policy is torch.bfloat16; give",
+        ),
+        (
+            lambda: vc.fully_shard(small(), ignored_params=["0.weight"]),
+            TypeError,
+            "has '0.weight'; give a set of param",
+        ),
+        (lambda: vc.fully_shard(small(), ignored_params="0.weight"), TypeError, "has '0.weight'; give a set"),
+        (lambda: vc.fully_shard(m := small(), ignored_params=m[0].weight), TypeError, "has a Parameter; give a set"),
+        (lambda: vc.fully_shard(m := small(), ignored_params=m.named_parameters()), TypeError, "; give a set"),
+        (
             lambda: vc.fully_shard(small(), mesh=init_device_mesh("cpu", (2, 2))),
             ValueError,
             r"\[rank 0\].* two dimensions without names; name them",

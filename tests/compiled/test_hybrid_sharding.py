@@ -204,6 +204,21 @@ def test_a_replica_that_begins_with_other_values_is_found(lowering):
 
 
 @on_ranks(4)
+def test_what_pads_the_shards_of_replicas_is_equal_however_their_memory_came_to_be():
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model = models.Uneven()
+    vc.fully_shard(model, mesh=mesh_of(2, 2))
+    assert any(len(buffer.shard) > sum(slot.local_numel for slot in buffer.slots) for buffer in buffers_in(model))
+    model._apply(lambda each: torch.full_like(each, 7.0 * dist.get_rank(), device="cpu"))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+    call(*models.batches(1, 11)[0]).backward()
+
+
+@on_ranks(4)
 def test_another_mesh_on_one_replica_is_found():
     both, mesh = mesh_of(2, 2), init_device_mesh("cpu", (4,))
     model = vc.fully_shard(models.build(models.Uneven), mesh=both if dist.get_rank() < 2 else mesh)

@@ -3,6 +3,8 @@
 Each trains to the numbers of the same model unsharded.
 """
 
+import itertools
+
 import models
 import pytest
 import torch
@@ -181,6 +183,31 @@ class CheckpointedFunction(Base):
         return checkpoint(lambda x: F.linear(x, self.layers[0][2].weight), x, use_reentrant=False)
 
 
+_drifted = itertools.count()
+
+
+@torch.library.custom_op("tests::drifting", mutates_args=())
+def drifting(weight: torch.Tensor) -> torch.Tensor:
+    """Another factor at each call, as an operator has that draws random numbers or keeps a running maximum."""
+    return weight * (1 + 0.1 * next(_drifted))
+
+
+drifting.register_fake(torch.empty_like)
+drifting.register_autograd(lambda ctx, grad: grad)
+
+
+class OperatorWithState(Base):
+    """A custom operator on a parameter: what the backward reads of it is what the forward read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        global _drifted
+        _drifted = itertools.count()
+
+    def run_layers(self, x):
+        return F.linear(F.linear(x, drifting(self.layers[0][0].weight)), drifting(self.layers[0][2].weight))
+
+
 class Recurrent(Base):
     """Dynamo does not compile an RNN."""
 
@@ -195,7 +222,7 @@ class Recurrent(Base):
 PROGRAMS = [
     BreakBetweenUnits, BreakInUnit, Disabled, Checkpointed, CheckpointedParts, Tied, OneLayerManyTimes, Frozen,
     TwoDtypes, Unused, NoPathToLoss, FirstReadWithoutGrad, ParameterAcrossBreak, SkippedFrame,
-    CheckpointedFunction, Recurrent,
+    CheckpointedFunction, OperatorWithState, Recurrent,
 ]  # fmt: skip
 
 

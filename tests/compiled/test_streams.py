@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import fake_world
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vescale_compile.runtime import collectives
+from vescale_compile.runtime import collectives, pool
 
 
 class Streams:
@@ -81,6 +81,27 @@ def test_a_gather_waits_for_what_was_computed_before_it_and_only_its_wait_holds_
         "compute0: computes",
         "compute0 waits for all of communication0 up to line 4",
         "compute0: reads",
+    ]
+
+
+def test_a_graph_follows_the_one_before_it_that_ran_on_another_stream(
+    gpu: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_last_use", {})
+    spec = pool.SlotSpec(8, torch.float32, torch.device("cuda"))
+    first, second = (pool.StepSlots().add(lambda args, name=name: gpu.run(name), [spec]) for name in ("one", "two"))
+    side = gpu.create("side")
+    with gpu.use(side):
+        first([])
+        first([])
+    second([])
+    second([])
+    assert gpu.log[2:] == [
+        "side0: one",
+        "side0: one",
+        "compute0 waits for all of side0 up to line 4",
+        "compute0: two",
+        "compute0: two",
     ]
 
 

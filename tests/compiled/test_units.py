@@ -35,6 +35,16 @@ def test_called_on_blocks_and_then_on_the_root_each_call_makes_a_unit():
     assert "layers.1.up.weight" in {slot.name for slot in rest.slots}
 
 
+def test_a_parameter_tied_to_one_of_a_sharded_module_makes_no_unit_of_what_holds_it():
+    encoder, decoder = models.build(models.Uneven), models.build(models.Uneven)
+    decoder.embed = encoder.embed
+    with fake_world(2):
+        vc.fully_shard(encoder)
+        vc.fully_shard(decoder)
+    assert unit_names(decoder) == ["(root)", "(root)", "layers.0", "layers.1"]
+    assert decoder.embed.weight is encoder.embed.weight
+
+
 @on_ranks(2)
 def test_units_and_parameters_have_the_names_of_the_outermost_module():
     model = models.build(models.Uneven)

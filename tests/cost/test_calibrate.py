@@ -5,7 +5,7 @@ import torch
 from ranks import run_on_ranks
 
 from vescale_compile.cost import Calibration, collective_cost, wire_cluster
-from vescale_compile.cost.calibrate import calibrate, contention, fit, together
+from vescale_compile.cost.calibrate import calibrate, calibrate_collectives, contention, fit, together
 
 
 def test_a_fit_finds_latency_and_bandwidth() -> None:
@@ -51,7 +51,7 @@ def test_ranks_measure_their_collectives_and_agree() -> None:
     first, second = run_on_ranks(2, measured)
     assert first == second
     assert first.ranks == 2
-    assert first.collectives.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert first.collectives.keys() == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
     assert all(0 <= each.load < 1 <= each.stretch for each in first.collectives.values())
     assert all(min(each.latency, each.wakeup) >= 0 for each in first.collectives.values())
     where = wire_cluster(first.device, 2, 1.0, measured=first.collectives)
@@ -65,3 +65,8 @@ def test_ranks_measure_their_collectives_and_agree() -> None:
 def test_what_cannot_be_measured_is_refused(arguments: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         calibrate(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_kind_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="no collective broadcast; there are all_gather, "):
+        calibrate_collectives(kinds=("all_gather", "broadcast"))

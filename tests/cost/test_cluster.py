@@ -135,6 +135,11 @@ def test_a_calibration_is_for_the_ranks_that_it_was_measured_on(tmp_path: Path) 
     assert cluster_for(str(path), torch.device("cpu"), 2).measured.keys() == {"all_gather"}
     with pytest.raises(ValueError, match="measured on 2 ranks, and 4 shard the parameters"):
         cluster_for(str(path), torch.device("cpu"), 4)
+    cluster = wire_cluster(unit, 2, 1.0, measured={"all_gather": MeasuredCollective(1e-4, 2e8)})
+    assert cluster_for(cluster, torch.device("cpu"), 2) == cluster
+    with pytest.raises(ValueError, match="measured on 2 ranks, and 4 shard the parameters"):
+        cluster_for(cluster, torch.device("cpu"), 4)
+    assert cluster_for(wire_cluster(unit, 2, 1.0), torch.device("cpu"), 4).ranks == 4
 
 
 @pytest.fixture

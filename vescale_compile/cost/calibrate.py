@@ -20,9 +20,15 @@ import torch.distributed as dist
 
 from vescale_compile.cost.calibration import Calibration
 from vescale_compile.cost.cluster import MeasuredCollective
-from vescale_compile.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from vescale_compile.cost.collectives import ALL_GATHER, ALL_TO_ALL, KINDS, REDUCE_SCATTER
 from vescale_compile.cost.devices import Device
-from vescale_compile.runtime.collectives import Pending, scratch_numel, start_all_gather, start_reduce_scatter
+from vescale_compile.runtime.collectives import (
+    Pending,
+    scratch_numel,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 
 # On a CPU small enough that some repetitions run without being interrupted.
 _MATRIX = {"cpu": 512, "cuda": 8192}  # rows and columns
@@ -81,7 +87,7 @@ def calibrate_collectives(
     device: str = "cpu",
     *,
     group: dist.ProcessGroup | None = None,
-    kinds: Sequence[str] = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE),
+    kinds: Sequence[str] = KINDS,
 ) -> dict[str, MeasuredCollective]:
     """Measures the collectives of ``group`` alone, as :func:`calibrate` does; every rank of it must call this.
 
@@ -90,8 +96,13 @@ def calibrate_collectives(
     Args:
         device: as for :func:`calibrate`.
         group: as for :func:`calibrate`.
-        kinds: which; without replicas nothing is all-reduced.
+        kinds: which. Without replicas nothing is all-reduced; an all-to-all is for ``quantize_gradients``.
+
+    Raises:
+        ValueError: an unknown kind.
     """
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"calibrate_collectives: no collective {', '.join(unknown)}; there are {', '.join(KINDS)}")
     bench = _Bench(device, group)
     return {kind: bench.measure(kind) for kind in kinds}
 
@@ -257,6 +268,9 @@ class _Bench:
         if kind == REDUCE_SCATTER:
             scratch = full.new_zeros(scratch_numel(part.numel(), full.device, group))
             return lambda: start_reduce_scatter(full, part, scratch, group)
+        if kind == ALL_TO_ALL:
+            received = torch.zeros_like(full)
+            return lambda: start_all_to_all(full, received, group)
         return lambda: cast(Pending, dist.all_reduce(full, dist.ReduceOp.SUM, group, async_op=True))
 
     def _now(self) -> float:
