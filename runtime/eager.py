@@ -92,8 +92,19 @@ def _gather(buffer: DBuffer) -> _Gathered:
     flat = flat_input(buffer, buffer.params, reduced=reduced, used=found, compiled=False)
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
     shard, port = (flat, None) if reduced else (buffer.shard, flat)
-    params = unshard(shard, port, buffer.rounding_handle, views, buffer.comm(), found=found)
+    with _counting_writes():
+        params = unshard(shard, port, buffer.rounding_handle, views, buffer.comm(), found=found)
     return _Gathered(_key(buffer), params, _version(params[0]))
+
+
+@contextlib.contextmanager
+def _counting_writes() -> Iterator[None]:
+    """What is made in inference mode has no version."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _version(tensor: Tensor) -> int:

@@ -265,15 +265,14 @@ def _check_arguments(module: object, reshard_after_forward: object, mp_policy: o
 
 def _ignored(params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     """Those given may be of other modules too: one set will do for all calls."""
-    given = () if params is None else (params,) if isinstance(params, Tensor | str) else tuple(params)
-    for each in given:
-        if isinstance(params, Tensor) or not isinstance(each, nn.Parameter):
-            found = f"a {type(params).__name__}" if isinstance(params, Tensor) else repr(each)
-            raise TypeError(
-                f"fully_shard: ignored_params has {found}; give a set of parameters, as {{model.head.weight}} or "
-                "set(model.head.parameters())"
-            )
-    return set(given)
+    given: list[object] = [params] if isinstance(params, Tensor | str) else list(params or ())
+    if unfit := [each for each in given if each is params or not isinstance(each, nn.Parameter)]:
+        found = f"a {type(params).__name__}" if isinstance(params, Tensor) else repr(unfit[0])
+        raise TypeError(
+            f"fully_shard: ignored_params has {found}; give a set of parameters, as {{model.head.weight}} or "
+            "set(model.head.parameters())"
+        )
+    return {each for each in given if isinstance(each, nn.Parameter)}
 
 
 def _granularities(granularity: object) -> tuple[GranularityFn, ...]:
