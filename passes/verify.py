@@ -12,8 +12,9 @@
    memory again, and its result is only returned, or cast when it is read.
 4. The order, sizes and dtypes of the collectives are recorded, for the comparison across ranks.
 5. Nothing stands between a shard and its gather, nor between a reduction and the gradient it returns, but a cast to
-   the shard's dtype; and what is reduced is the buffer that gradients were written to. Gathered parameters are moved
-   by the program alone; a gradient that is copied into its place is counted as copied, with the reason.
+   the shard's dtype; and what is reduced is the buffer that gradients were written to, each parameter's place in it.
+   Gathered parameters are moved by the program alone; a gradient that is copied into its place is counted as copied,
+   with the reason.
 6. What lies in a slot fits there, and shards, slots and the fullest moment of each graph are within the memory budget.
 """
 
@@ -43,7 +44,7 @@ from .context import (
     shared_text,
 )
 from .moves import CASTS
-from .verify_bytes import check_copies, check_memory
+from .verify_bytes import check_copies, check_memory, check_written
 
 
 def verify(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -53,6 +54,7 @@ def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     launches = execution.check(gm.graph)
     _check_counts(launches, part, context)
     check_copies(gm.graph, execution.bases, context)
+    check_written(gm.graph, execution.bases, context)
     check_memory(gm.graph, context)
     context.collectives[part] = [_line(node, comm, context) for node, comm in launches]
     if part is Part.BACKWARD:

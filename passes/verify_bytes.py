@@ -1,13 +1,27 @@
-"""What :mod:`verify` proves of bytes: those that are copied, and those that are taken."""
+"""What :mod:`verify` proves of bytes: those that are copied, those that are reduced, and those that are taken."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from ..quantities import size_text
 from ..runtime.pool import pooled_bytes
-from .context import CompileContext, Copied, Use, buffer_of, fail, marked_buffer
+from ..schemas import written_by
+from .context import (
+    REDUCE_SCATTER,
+    CompileContext,
+    Copied,
+    Role,
+    Use,
+    buffer_of,
+    comm_of,
+    fail,
+    marked_buffer,
+)
 from .edit import value_of
 from .memory import peak_of
 from .moves import moved_parameters
@@ -28,6 +42,50 @@ def check_copies(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compil
         if len(value.users) > 1 or not is_store(value, context):
             name = context.units[buffer.unit].name
             fail(context, copy, f"a gradient of unit {name} is copied into its place, and nothing counts it")
+
+
+def check_written(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
+    """When gradients are reduced, or leave the graph unreduced, each parameter's place was written: with its gradient,
+    or with zeros. What an earlier tenant of the slot left between places is nobody's."""
+    written: dict[fx.Node, list[tuple[int, int]]] = defaultdict(list)
+    for node in graph.nodes:
+        comm = comm_of(node)
+        for place in written_by(node) if comm is None else ():
+            if _is_gradients(bases[place]):
+                written[bases[place]].append(_extent(place, bases[place]))
+        if node.op == "output" or (comm is not None and comm.kind == REDUCE_SCATTER and comm.role is Role.LAUNCH):
+            for buffer in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
+                if _is_gradients(buffer):
+                    _check_covered(buffer, written[buffer], context)
+
+
+def _is_gradients(buffer: fx.Node) -> bool:
+    mark = buffer_of(buffer)
+    return mark is not None and mark.use is Use.GRADIENTS
+
+
+def _extent(place: fx.Node, buffer: fx.Node) -> tuple[int, int]:
+    """The elements of a buffer from the first to behind the last one of a place, which is dense."""
+    value, whole = value_of(place), value_of(buffer)
+    assert value is not None and whole is not None
+    start = int(value.storage_offset() - whole.storage_offset())
+    return start, start + int(value.numel())
+
+
+def _check_covered(buffer: fx.Node, written: Sequence[tuple[int, int]], context: CompileContext) -> None:
+    mark = marked_buffer(buffer)
+    unit = context.units[mark.unit]
+    for view in (*unit.views, *unit.others):
+        at, stop = view.offset, view.offset + view.numel
+        for start, end in sorted(written):
+            at = max(at, end) if start <= at else at
+        if at < stop:
+            fail(
+                context,
+                buffer,
+                f"the gradients of unit {unit.name} are reduced, or returned, before element {at} of them is written, "
+                f"which is of the parameter at {view.offset} to {stop}",
+            )
 
 
 def check_memory(graph: fx.Graph, context: CompileContext) -> None:

@@ -8,6 +8,7 @@ import pytest
 from handmade import WORLD, Graph, S, aten, context
 
 from vescale_compile.passes.context import Copied, GraphError, Part, Use
+from vescale_compile.runtime.unshard import ParamView
 
 
 @pytest.mark.parametrize("target", [aten.clone.default, aten._to_copy.default])
@@ -50,6 +51,39 @@ def verify_copy(mark: object) -> None:
 def test_a_gradient_that_is_copied_and_not_counted():
     with pytest.raises(GraphError, match=r"a gradient of unit layers\.0 is copied into its place, and nothing counts"):
         verify_copy(None)
+
+
+def verify_places(*written: tuple[int, int], views: tuple[ParamView, ...]) -> None:
+    graph, backward = Graph(), context(Part.BACKWARD, reduced=(0,))
+    backward = replace(backward, units=(replace(backward.units[0], views=views[:1], others=views[1:]),))
+    gradients = graph.buffer(Use.GRADIENTS)
+    for start, stop in written:
+        place = graph.call(aten.slice.Tensor, gradients, 0, start, stop)
+        place.meta["val"] = gradients.meta["val"][start:stop]
+        graph.call(aten.fill_.Scalar, place, 0)
+    graph.verify([graph.reduce(gradients)], backward)
+
+
+PARAMETERS = (ParamView(0, (3,), True), ParamView(4, (2, 2), True))
+
+
+def test_padding_need_not_be_written():
+    verify_places((4, 8), (0, 3), views=PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("written", "missing"),
+    [
+        ([(4, 8)], "before element 0 of them is written, which is of the parameter at 0 to 3"),
+        ([(0, 3), (6, 8)], "before element 4 of them is written, which is of the parameter at 4 to 8"),
+        ([(0, 3), (4, 7)], "before element 7 of them is written, which is of the parameter at 4 to 8"),
+        ([(0, 3), (0, 3)], "before element 4 of them is written, which is of the parameter at 4 to 8"),
+    ],
+    ids=["none", "not its beginning", "not its end", "another twice"],
+)
+def test_a_gradient_that_is_reduced_before_it_is_written_where_it_belongs(written, missing):
+    with pytest.raises(GraphError, match=rf"gradients of unit layers\.0 are reduced, or returned, {missing}"):
+        verify_places(*written, views=PARAMETERS)
 
 
 def test_a_copy_that_is_counted_is_right():
