@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .capture import Capture, buffers_among, capture
+from .capture import Capture, buffers_read, capture
 from .compiled import CompiledGraph, check_agreement, others_hear_of_failures
 from .dump import GraphDump
 from .frames import roomy
@@ -79,7 +79,7 @@ def vescale(
     if mode is not None:
         raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
     read = read_options(options)
-    buffers = buffers_among(example_inputs)
+    buffers = buffers_read(gm, example_inputs)
     if not buffers:
         return _compile_unsharded(gm, example_inputs, read, generate_code)
     agree_on_buffers(buffers, deadline_s=read.deadline)

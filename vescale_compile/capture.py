@@ -58,9 +58,14 @@ class Capture:
     others: tuple[int, ...]
 
 
-def buffers_among(example_inputs: Sequence[Any]) -> tuple[DBuffer, ...]:
-    """Those of the sharded parameters among a graph's arguments."""
-    return tuple(dict.fromkeys(bound(value).buffer for value in example_inputs if isinstance(value, RaggedDTensor)))
+def buffers_read(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[DBuffer, ...]:
+    """Those of the sharded parameters among a graph's arguments, in the order in which the graph reads them."""
+    bindings = _bindings(example_inputs)
+    return tuple(dict.fromkeys(bindings[position].buffer for position in _by_first_use(gm, bindings)))
+
+
+def _bindings(example_inputs: Sequence[Any]) -> dict[int, Binding]:
+    return {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Capture:
@@ -69,7 +74,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     Raises:
         ValueError: the cluster of ``options`` can't be read on this rank, or is of another number of ranks.
     """
-    bindings = {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
+    bindings = _bindings(example_inputs)
     positions: dict[DBuffer, list[int]] = {}
     for position in _by_first_use(gm, bindings):
         positions.setdefault(bindings[position].buffer, []).append(position)

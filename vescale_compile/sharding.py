@@ -96,10 +96,10 @@ def fully_shard(
     ignored = _ignored(ignored_params)
     _check_params(module, over, ignored)
     units = find_units(module, ignored, nested_units=nested)
-    if not units:
+    if not units and not nested:  # a root may have nothing but units inside
         raise ValueError(
             f"{over.where}fully_shard({type(module).__name__}): no parameters left to shard. They are in "
-            "ignored_params or in units inside it already, or the module has none."
+            "ignored_params, or the module has none."
         )
     places = owners(module)
     with sharding_over(over):

@@ -1,6 +1,7 @@
 """Which parameters make a unit, and which of them share a buffer."""
 
 import models
+import pytest
 from ranks import fake_world, on_ranks
 from torch import nn
 
@@ -43,6 +44,15 @@ def test_a_parameter_tied_to_one_of_a_sharded_module_makes_no_unit_of_what_holds
         vc.fully_shard(decoder)
     assert unit_names(decoder) == ["(root)", "(root)", "layers.0", "layers.1"]
     assert decoder.embed.weight is encoder.embed.weight
+
+
+def test_a_root_may_have_no_parameters_but_those_of_the_units_inside():
+    with fake_world(2):
+        model = nn.Sequential(vc.fully_shard(nn.Linear(2, 2)), vc.fully_shard(nn.Linear(2, 2)))
+        vc.fully_shard(model)
+        assert unit_names(model) == ["0", "1"]
+        with pytest.raises(ValueError, match="is a unit already"):
+            vc.fully_shard(model)
 
 
 @on_ranks(2)
