@@ -13,8 +13,7 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from held import Held, held
 from options import check_folder, count, seconds, some_of, write_record
 from processes import Ranks, RanksFailed
 from profiling import StepProfile
-from report import MB
+from report import MB, row
 from systems import OURS, SHARDED, SYSTEMS
 from worker import Job, Memory, Trainer
 from workload import MODELS, Policy, Workload
@@ -51,7 +50,7 @@ class Split:
     @property
     def grown(self) -> int:
         """All of it."""
-        return self.tensors + self.files + self.objects + self.arenas + self.blocks + self.rest
+        return sum(astuple(self))
 
     @classmethod
     def of(cls, before: Held, after: Held, peak: int, profile: StepProfile) -> Split:
@@ -126,15 +125,11 @@ def _measured(job: Job, warmup: int, steps: int) -> Split:
 
 def table(splits: dict[tuple[str, Policy], Split]) -> str:
     """Markdown, a line for each system and policy."""
-    lines = [_row(HEADINGS), _row(["---", "---", *["---:"] * (len(HEADINGS) - 2)])]
+    lines = [row(HEADINGS), row(["---", "---", *["---:"] * (len(HEADINGS) - 2)])]
     for (name, policy), split in splits.items():
-        parts = (split.grown, *asdict(split).values())
-        lines.append(_row([name, policy, *(f"{part / MB:.0f}" for part in parts)]))
+        parts = (split.grown, *astuple(split))
+        lines.append(row([name, policy, *(f"{part / MB:.0f}" for part in parts)]))
     return "\n".join(lines)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _arguments() -> argparse.Namespace:

@@ -65,9 +65,9 @@ def tables(results: Sequence[Result]) -> str:
         ours = _ours(results, compared_with)
         name = OURS if compared_with is policy else f"{OURS} {compared_with}"
         headings = [heading.format(ours=name) for heading in HEADINGS]
-        parts += [f"**{title}**", "", _row(headings), _row(["---", *["---:"] * (len(headings) - 1)])]
+        parts += [f"**{title}**", "", row(headings), row(["---", *["---:"] * (len(headings) - 1)])]
         fastest = fastest_of_families(section)
-        parts += [_row(_cells(result, ours, result in fastest)) for result in section]
+        parts += [row(_cells(result, ours, result in fastest)) for result in section]
         parts.append("")
     return "\n".join([*parts, LEGEND, ""])
 
@@ -136,5 +136,6 @@ def _cells(result: Result, ours: Result | None, fastest: bool) -> list[str]:
     ]
 
 
-def _row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
     return f"| {' | '.join(cells)} |"

@@ -55,7 +55,7 @@ def retain(
         return halves, survey(halves, context)
 
     halves, step = cut_keeping(())
-    again = frozenset(step.gathered_again)
+    again = frozenset(step.forward.gathered.keys() & step.backward.gathered.keys())
     own: Sequence[int] = () if budget is None else _worth_keeping(step, budget)
     while own:
         with_kept, after = cut_keeping(own)

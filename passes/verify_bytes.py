@@ -36,11 +36,10 @@ def check_copies(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compil
         fail(context, None, f"the gathered parameters of unit {name} are moved by {operator}, and not by the program")
     for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         place, value = copy.all_input_nodes
-        buffer = buffer_of(bases[place])
-        if buffer is None or buffer.use is not Use.GRADIENTS or isinstance(copy.meta.get("vescale"), Copied):
+        if not _is_gradients(bases[place]) or isinstance(copy.meta.get("vescale"), Copied):
             continue
         if len(value.users) > 1 or not is_store(value, context):
-            name = context.units[buffer.unit].name
+            name = context.units[marked_buffer(bases[place]).unit].name
             fail(context, copy, f"a gradient of unit {name} is copied into its place, and nothing counts it")
 
 
@@ -74,10 +73,10 @@ def _extent(place: fx.Node, buffer: fx.Node) -> tuple[int, int]:
 
 def _check_covered(buffer: fx.Node, written: Sequence[tuple[int, int]], context: CompileContext) -> None:
     mark = marked_buffer(buffer)
-    unit = context.units[mark.unit]
+    unit, spans = context.units[mark.unit], sorted(written)
     for view in (*unit.views, *unit.others):
         at, stop = view.offset, view.offset + view.numel
-        for start, end in sorted(written):
+        for start, end in spans:
             at = max(at, end) if start <= at else at
         if at < stop:
             fail(

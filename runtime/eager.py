@@ -88,23 +88,14 @@ def _key(buffer: DBuffer) -> tuple[bool, bool, int]:
 def _gather(buffer: DBuffer) -> _Gathered:
     agree_on_leaving_compiled_code(buffer)
     found: list[int] = []  # in the backward that ran last; there may be several
-    reduced = buffer.sync.in_graph
+    reduced, grads = buffer.sync.in_graph, torch.is_grad_enabled()
     flat = flat_input(buffer, buffer.params, reduced=reduced, used=found, compiled=False)
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
     shard, port = (flat, None) if reduced else (buffer.shard, flat)
-    with _counting_writes():
+    # What is made in inference mode counts no writes.
+    with torch.inference_mode(False), torch.set_grad_enabled(grads):
         params = unshard(shard, port, buffer.rounding_handle, views, buffer.comm(), found=found)
     return _Gathered(_key(buffer), params, _version(params[0]))
-
-
-@contextlib.contextmanager
-def _counting_writes() -> Iterator[None]:
-    """What is made in inference mode has no version."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,19 +1,18 @@
 """`python bench/compare.py`, run as a user runs it, and the arithmetic of its figures."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import BENCH, run_script
 
-BENCH = Path(__file__).parents[1] / "bench"
 sys.path.append(str(BENCH))
 
-from traffic import count  # noqa: E402
-from workload import Policy  # noqa: E402
+from traffic import count
+from workload import Policy
 
 DEADLINE_S = 600
 TINY = ("--model", "tiny", "--batch", "2", "--seq", "16", "--steps", "2", "--warmup", "1", "--warm-starts", "1")
@@ -55,14 +54,7 @@ if __name__ == "__main__":
 def compared(script: Path, folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Any]:
     """A finished run, and what it wrote as JSON."""
     written = folder / "measured.json"
-    done = subprocess.run(
-        [sys.executable, str(script), *TINY, *options, "--json", str(written)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_script(script, *TINY, *options, "--json", str(written), deadline_s=DEADLINE_S)
     return done, json.loads(written.read_text()) if written.exists() else done.stderr
 
 

@@ -1,20 +1,18 @@
 """`python bench/loss_curves.py`: which runs it compares, what it draws, and a small run."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from scripts import BENCH, run_script
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
+sys.path.append(str(BENCH))
 
 import loss_curves
 from loss_curves import Curve, draw, largest_difference, pairs, table
 
-BENCH = Path(__file__).parents[1] / "bench"
 SHARDED = Curve("muon", 2, [(1, 5.0), (5, 4.0)], 3.5, 20.0)
 ALONE = Curve("muon", 1, [(1, 5.0), (5, 3.2)], 3.6, 10.0)
 OTHER = Curve("adamw", 2, [(1, 5.5), (5, 5.0)], 4.9, 20.0)
@@ -70,14 +68,7 @@ def test_options_that_make_no_sense_are_refused(
 def test_both_runs_are_of_the_example_and_learn_alike(tmp_path: Path) -> None:
     written = tmp_path / "curves.json"
     tiny = ("--model", "tiny", "--batch", "2", "--seq", "32", "--steps", "4", "--log-every", "1")
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "loss_curves.py"), "--optimizers", "adamw", *tiny, "--json", str(written)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_script(BENCH / "loss_curves.py", "--optimizers", "adamw", *tiny, "--json", str(written), deadline_s=600)
     assert done.returncode == 0, done.stderr
     sharded, alone = json.loads(written.read_text())["curves"]
     assert (sharded["ranks"], alone["ranks"]) == (2, 1)

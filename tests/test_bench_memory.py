@@ -2,32 +2,27 @@
 
 import ctypes
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import BENCH, run_script
 
-BENCH = Path(__file__).parents[1] / "bench"
 sys.path.append(str(BENCH))
 
-import held  # noqa: E402
-from copies import Copies  # noqa: E402
-from memory import Split, table  # noqa: E402
-from profiling import StepProfile  # noqa: E402
-from workload import Policy  # noqa: E402
+import held
+from copies import Copies
+from memory import Split, table
+from profiling import StepProfile
+from workload import Policy
 
 MB = 10**6
 
 
 def test_what_malloc_gives_out_is_in_blocks_and_is_resident_once_written() -> None:
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     before = held.held()
     memory = libc.malloc(64 * MB)
     given = held.held()
@@ -75,15 +70,9 @@ def test_the_parts_add_up_to_what_the_process_has_grown_by() -> None:
 @pytest.mark.slow
 def test_a_run_splits_the_memory_of_each_system(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
-    chosen = ("--systems", "fsdp2,vescale-eager-lowering", "--policies", "keep", "--model", "tiny", "--seq", "8")
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "memory.py"), *chosen, "--warmup", "1", "--steps", "2", "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    chosen = ("--systems", "fsdp2,vescale-eager-lowering", "--policies", "keep")
+    tiny = ("--model", "tiny", "--seq", "8", "--warmup", "1", "--steps", "2")
+    done = run_script(BENCH / "memory.py", *chosen, *tiny, "--json", str(path), deadline_s=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["bytes"]
     assert [(row["system"], row["policy"]) for row in rows] == [("fsdp2", "keep"), ("vescale-eager-lowering", "keep")]

@@ -1,19 +1,18 @@
 """`python bench/optimizers.py`: its figures, its table, and a small run."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import fake_world, on_ranks
+from scripts import BENCH, run_script
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
+sys.path.append(str(BENCH))
 
 import optimizers
 from copies import Copies
@@ -26,7 +25,6 @@ from workload import Policy
 import vescale_compile as vc
 from vescale_compile.optim import AdamW8bit
 
-BENCH = Path(__file__).parents[1] / "bench"
 MB = 10**6
 
 
@@ -153,14 +151,7 @@ def test_muon_sends_less_than_torch_optim_muon_and_learns_the_same(tmp_path: Pat
     written = tmp_path / "measured.json"
     tiny = ("--model", "tiny", "--batch", "1", "--seq", "16", "--steps", "2", "--warmup", "1")
     chosen = ("--optimizers", "vc.optim.Muon;torch.optim.Muon, FSDP2")
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "optimizers.py"), *tiny, *chosen, "--json", str(written)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_script(BENCH / "optimizers.py", *tiny, *chosen, "--json", str(written), deadline_s=300)
     assert done.returncode == 0, done.stderr
     ours, theirs = json.loads(written.read_text())["results"]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)

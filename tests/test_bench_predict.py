@@ -1,23 +1,21 @@
 """`python bench/predict.py` and the picture of timelines: their arithmetic, and one cell over a wire."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import BENCH, run_script
 
-BENCH = Path(__file__).parents[1] / "bench"
 sys.path.append(str(BENCH))
 
-from forecaster import Forecast  # noqa: E402
-from predict import Cell, Setting, cluster_of, gigabits, table  # noqa: E402
-from timeline import Lane, awake_spans, busy_spans, clipped, draw, median, predicted  # noqa: E402
-from wire import what_is_missing  # noqa: E402
+from forecaster import Forecast
+from predict import Cell, Setting, cluster_of, gigabits, table
+from timeline import Lane, awake_spans, busy_spans, clipped, draw, median, predicted
+from wire import what_is_missing
 
-from vescale_compile.cost import Device, MeasuredCollective, collective_cost  # noqa: E402
-from vescale_compile.passes.prediction import Prediction, Span  # noqa: E402
+from vescale_compile.cost import Device, MeasuredCollective, collective_cost
+from vescale_compile.passes.prediction import Prediction, Span
 
 possible = pytest.mark.skipif(what_is_missing() is not None, reason=f"no wire here: {what_is_missing()}")
 DEVICE = Device("cpu", {"float32": 1e11}, 1e10, None, 1.0, 1.0, 1e-6, {"aten.mm()": 0.5})
@@ -109,13 +107,11 @@ def test_the_picture_has_a_panel_for_each_lane() -> None:
 def test_a_cell_is_predicted_measured_and_kept_for_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
     one = ("--sizes", "3M", "--rates", "2gbit", "--hosts", "3", "--steps", "3", "--seq", "8", "--json", str(path))
-    command = [sys.executable, str(BENCH / "predict.py"), *one]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    done = run_script(BENCH / "predict.py", *one, deadline_s=600)
     assert done.returncode == 0, done.stderr
     (cell,) = json.loads(path.read_text())["cells"]
     assert (cell["size"], cell["rate"], cell["hosts"]) == ("3M", "2gbit", 3)
     assert cell["predicted"] > cell["communication"] > 0.05 and len(cell["steps"]) == 3
     assert 0.2 < cell["predicted"] / cell["measured"] < 5
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    again = run_script(BENCH / "predict.py", *one, deadline_s=60)
     assert again.returncode == 0 and again.stdout == done.stdout and "measuring" not in again.stderr

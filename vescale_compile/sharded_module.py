@@ -190,6 +190,11 @@ def _reader(name: str) -> Callable[[ShardedModule], Any]:
     return read
 
 
+def unit_of(module: nn.Module) -> Unit | None:
+    """What ``fully_shard`` made of the module itself; None if it only holds parameters of units, or none."""
+    return module._vescale_unit if isinstance(module, ShardedModule) else None
+
+
 def buffers_read_by(module: ShardedModule) -> list[DBuffer]:
     """Buffers that the module's forward reads: those of its own parameters and, if it is a unit, its unit's."""
     own = [access.buffer for access in module._vescale_access.values()]

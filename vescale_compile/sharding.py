@@ -18,7 +18,7 @@ from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
 from .runtime.boundary import Binding
 from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync, ParamSlot
-from .sharded_module import Access, ShardedModule, Unit, make_sharded
+from .sharded_module import Access, Unit, make_sharded, unit_of
 from .units import UnitMembers, find_units, group_by_buffer, owners
 
 _COLLECTIVE_BYTES = 16  # NCCL's fast path wants multiples
@@ -89,7 +89,7 @@ def fully_shard(
     granularities += tuple(each.granularity for each in (quantize, quantize_gradients) if each is not None)
     over = data_parallel_mesh(module, mesh)
     # Before parameters are tied: what holds a parameter of a unit elsewhere is no unit.
-    nested = any(isinstance(part, ShardedModule) and part._vescale_unit is not None for part in module.modules())
+    nested = any(unit_of(part) is not None for part in module.modules())
     _tie_to_sharded(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward, quantize, quantize_gradients)
@@ -168,8 +168,8 @@ def _name_buffers(module: nn.Module) -> None:
     """Names units and parameters as ``module`` does, those of earlier calls on its parts included."""
     names = {param: name for name, param in module.named_parameters()}
     for path, part in module.named_modules():
-        if isinstance(part, ShardedModule) and part._vescale_unit is not None:
-            buffers = part._vescale_unit.buffers
+        if (made := unit_of(part)) is not None:
+            buffers = made.buffers
             for ordinal, buffer in enumerate(buffers):
                 unit = path or "(root)"
                 slots = [
@@ -290,7 +290,7 @@ def _granularities(granularity: object) -> tuple[GranularityFn, ...]:
 
 
 def _check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
-    if isinstance(module, ShardedModule) and module._vescale_unit is not None:
+    if unit_of(module) is not None:
         raise ValueError(f"{mesh.where}fully_shard: this {type(module).__name__} is a unit already")
     for name, param in module.named_parameters():
         if param in ignored:
