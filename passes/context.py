@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..cost import Cluster
+from ..runtime.model import Beside
 from ..runtime.pool import SlotSpec
 from ..runtime.unshard import CommSpec, ParamView
 from .prediction import Prediction
@@ -186,6 +187,7 @@ class CompileContext:
         cluster: what the cost model predicts for.
         wanted_cluster: how the user named it, on all ranks alike; what ranks find there may differ.
         memory_budget: bytes that a step may take on a rank, without optimizer states; None for what overlap needs.
+        beside: what the step takes beside this graph.
         decide: takes a question and this rank's answer, and returns the one that holds on all ranks.
         units: units in the order in which the graph first needs them.
         params: sharded parameters by the position of their placeholder in the captured graph.
@@ -194,6 +196,7 @@ class CompileContext:
         carried: units whose gather for the backward is launched in the forward.
         saved: units by the names of inputs of the backward that are parameters gathered in the forward.
         needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.
+        left_bytes: of the forward's results, and of what it keeps for its backward.
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
         collectives: each verified graph's collectives, in order, one line each.
@@ -211,6 +214,7 @@ class CompileContext:
     cluster: Cluster
     wanted_cluster: str
     memory_budget: int | None
+    beside: Beside
     decide: Callable[[str, str], str]
     units: tuple[GraphUnit, ...]
     params: dict[int, ParamInput]
@@ -219,6 +223,7 @@ class CompileContext:
     carried: frozenset[int] = frozenset()
     saved: dict[str, int] = field(default_factory=dict)
     needs: dict[Part, Need] = field(default_factory=dict)
+    left_bytes: int = 0
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0
     collectives: dict[Part, list[str]] = field(default_factory=dict)
@@ -234,6 +239,27 @@ class CompileContext:
     def shard_bytes(self) -> int:
         """Of all units, on this rank."""
         return sum(unit.shard_bytes for unit in self.units)
+
+    @property
+    def standing_bytes(self) -> int:
+        """What the step takes all the time, apart from slots and, until the joint graph is cut, ``later_bytes``."""
+        return self.shard_bytes + self.beside.nbytes + self.later_bytes
+
+    @property
+    def later_bytes(self) -> int:
+        """That graphs like this one are expected to leave for their backwards."""
+        return self.beside.later(self.left_bytes)
+
+    @property
+    def may_spend(self) -> bool:
+        """Whether the graph may use what a memory budget leaves: the last one of a step that reads trained units, as
+        nobody knows what those to come will need."""
+        return self.beside.to_come == 0
+
+    @property
+    def slots_beside(self) -> tuple[tuple[SlotSpec, ...], ...]:
+        """Of the graphs before this one. Without a budget a graph takes the room that it needs, whatever they have."""
+        return self.beside.slots if self.memory_budget is not None else ()
 
     def found(self) -> dict[str, Any]:
         """What passes have found out, by field: all that a compilation of an equal graph would find again."""

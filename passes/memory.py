@@ -35,6 +35,14 @@ def live_bytes(graph: fx.Graph, context: CompileContext, part: Part, without: Co
     return [live.total() for _, live in _live(graph, context, part, without)]
 
 
+def left_bytes(graph: fx.Graph, without: Collection[fx.Node]) -> int:
+    """What a forward leaves in memory apart from its inputs, ``without`` what lies in slots: its results, and what it
+    keeps for its backward."""
+    bases = bases_of(graph)
+    left = {bases[value] for value in graph.output_node().all_input_nodes}
+    return sum(nbytes_of(base) for base in left if base.op != "placeholder" and base not in without)
+
+
 def _live(
     graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]
 ) -> Iterator[tuple[fx.Node, Counter[str]]]:

@@ -50,7 +50,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     others = [need for part, need in context.needs.items() if part is not context.part]
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
     fullest = max([_taken(gm.graph, context)[1], *(other.peak for other in others)])
-    tasks = task_graph(gm.graph, context, collectives, segments, context.shard_bytes + fullest)
+    tasks = task_graph(gm.graph, context, collectives, segments, context.standing_bytes + fullest)
     found = _schedule(tasks, gm.graph, context, collectives, segments, others)
     schedule = agreed_schedule(found.schedule, tasks, context)
     if schedule != found.schedule:
@@ -74,9 +74,9 @@ def _schedule(
     bytes but not as slots may fit if nothing overlaps, or if launches are not as early as they could be."""
     assert context.part is not None
     least = least_peak(tasks)
-    budget = context.memory_budget
-    if budget is None:
-        budget = max([least + room_ahead(tasks), *(other.allowance for other in others)])
+    budget = max([least + room_ahead(tasks), *(other.allowance for other in others)])
+    if context.memory_budget is not None:
+        budget = context.memory_budget if context.may_spend else min(context.memory_budget, budget)
 
     def excess_with(found: Scheduled) -> int:
         _move(graph, found.schedule, collectives, segments)
@@ -125,10 +125,11 @@ def _place_carried(graph: fx.Graph) -> None:
 
 
 def _planned_bytes(graph: fx.Graph, context: CompileContext, others: Sequence[Need]) -> int:
-    """What a step will take: slots of all its graphs, and the fullest moment of any."""
+    """What a step will take: slots of all its graphs, and the fullest moment of any, and what there is beside them."""
     slots, peak = _taken(graph, context)
-    pooled = pooled_bytes([*(other.slots for other in others), slots])
-    return context.shard_bytes + pooled + max([peak, *(other.peak for other in others)])
+    pooled = pooled_bytes([*context.slots_beside, *(other.slots for other in others), slots])
+    fullest = max([peak, *(other.peak for other in others)])
+    return context.standing_bytes + pooled + fullest
 
 
 def _taken(graph: fx.Graph, context: CompileContext) -> tuple[tuple[SlotSpec, ...], int]:

@@ -38,14 +38,14 @@ def retain(
 
     Args:
         gm: the joint graph.
-        context: ``kept``, ``carried``, ``saved`` and ``needs`` are set.
+        context: ``kept``, ``carried``, ``saved``, ``needs`` and ``left_bytes`` are set.
         mark: the passes that say what the backward repeats.
         cut: the partitioner.
 
     Returns:
         The forward and the backward.
     """
-    budget = context.memory_budget
+    budget = context.memory_budget if context.may_spend else None
 
     def cut_keeping(kept: Sequence[int]) -> tuple[Halves, Step]:
         context.kept = frozenset(kept)
@@ -67,6 +67,7 @@ def retain(
     kept, context.carried = agreed_units(again, context.kept, _to_carry(step, context), context)
     if kept != context.kept:
         halves, step = cut_keeping(sorted(kept))
+    context.left_bytes = step.forward.left
     context.needs = step.needs(context.carried)
     context.saved = _saved(halves[0].graph)
     return halves
@@ -84,7 +85,9 @@ def _to_carry(step: Step, context: CompileContext) -> frozenset[int]:
     first, budget = step.first_gathered_again, context.memory_budget
     if first is None or context.units[first].comm.packing:
         return frozenset()
-    room = budget if budget is not None else max(step.allowances.values())
+    room = max(step.allowances.values())
+    if budget is not None:
+        room = budget if context.may_spend else min(budget, room)
     return frozenset([first]) if step.planned(carried=frozenset([first])) <= room else frozenset()
 
 

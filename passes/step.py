@@ -7,7 +7,7 @@ the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from ..torch_internals import graph_module
 from .assign import Lifetime, lifetimes, slots_for
 from .context import CompileContext, Need, Part, Use, marked_buffer
 from .expand import expand
-from .memory import live_bytes
+from .memory import left_bytes, live_bytes
 from .overlap import room_ahead
 from .sink import sink
 from .tasks import Collective, collectives_of, segments_of, task_graph
@@ -38,6 +38,7 @@ class Half:
     Attributes:
         part: which it is.
         live: bytes outside slots, node by node.
+        left: bytes outside slots that it leaves, apart from its inputs.
         buffers: what will lie in slots, unless it is kept.
         collectives: in the order of ``tasks.transfers``.
         tasks: the task graph, its computation with no memory but dequantized parameters. None for a graph with no
@@ -47,6 +48,7 @@ class Half:
 
     part: Part
     live: tuple[int, ...]
+    left: int
     buffers: tuple[Lifetime, ...]
     collectives: tuple[Collective, ...]
     tasks: TaskGraph | None
@@ -93,6 +95,10 @@ class Half:
         compute = tuple(replace(task, live_bytes=live + task.live_bytes) for task in self.tasks.compute)
         return TaskGraph(compute, tuple(transfers)) if transfers else None
 
+    def parameter_bytes(self, kept: frozenset[int]) -> int:
+        """Of the parameters of ``kept`` units."""
+        return sum(lifetime.nbytes for lifetime in self._parameters(kept))
+
     def _parameters(self, kept: frozenset[int]) -> list[Lifetime]:
         marked = ((lifetime, marked_buffer(lifetime.node)) for lifetime in self.buffers)
         return [lifetime for lifetime, mark in marked if mark.use is Use.PARAMETERS and mark.unit in kept]
@@ -100,9 +106,17 @@ class Half:
 
 @dataclass(frozen=True)
 class Step:
-    """A forward and its backward; ``shard_bytes`` are those of all units on this rank."""
+    """A forward and its backward.
 
-    shard_bytes: int
+    Attributes:
+        standing: bytes that the step takes all the time, apart from slots.
+        slots_beside: of graphs before them.
+        later: what graphs like them are expected to leave if each forward leaves so many bytes.
+    """
+
+    standing: int
+    slots_beside: tuple[tuple[SlotSpec, ...], ...]
+    later: Callable[[int], int]
     forward: Half
     backward: Half
 
@@ -122,13 +136,18 @@ class Step:
             Part.BACKWARD: self.backward.slots(kept | carried) + carrying,
         }
 
+    def around(self, kept: frozenset[int]) -> int:
+        """Bytes that the step takes all the time, apart from slots, with the units ``kept``."""
+        return self.standing + self.later(self.forward.left + self.forward.parameter_bytes(kept))
+
     def planned(self, kept: frozenset[int] = _NONE, carried: frozenset[int] = _NONE) -> int:
         """Bytes that the step takes with the units ``kept`` and ``carried``, if nothing overlaps."""
-        return self.shard_bytes + pooled_bytes(self.slots(kept, carried).values()) + self.peak(kept)
+        slots = pooled_bytes([*self.slots_beside, *self.slots(kept, carried).values()])
+        return self.around(kept) + slots + self.peak(kept)
 
     def tasks(self, kept: frozenset[int] = _NONE) -> dict[Part, TaskGraph]:
         """The task graphs of the halves that have any transfers."""
-        live = self.shard_bytes + self.peak(kept)
+        live = self.around(kept) + self.peak(kept)
         found = {half.part: half.tasks_with(kept, live) for half in self.halves}
         return {part: tasks for part, tasks in found.items() if tasks is not None}
 
@@ -182,7 +201,7 @@ def survey(halves: Halves, context: CompileContext) -> Step:
     forward, backward = (
         _survey(half, context, part) for half, part in zip(halves, (Part.FORWARD, Part.BACKWARD), strict=True)
     )
-    return Step(context.shard_bytes, forward, backward)
+    return Step(context.standing_bytes, context.slots_beside, context.beside.later, forward, backward)
 
 
 def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:
@@ -192,9 +211,11 @@ def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:
     collectives = collectives_of(gm.graph)
     segments = segments_of(gm.graph, collectives)
     buffers = lifetimes(gm.graph)
+    in_slots = {lifetime.node for lifetime in buffers}
     return Half(
         part,
-        tuple(live_bytes(gm.graph, context, part, {lifetime.node for lifetime in buffers})),
+        tuple(live_bytes(gm.graph, context, part, in_slots)),
+        left_bytes(gm.graph, in_slots),
         tuple(buffers),
         tuple(collectives),
         task_graph(gm.graph, context, collectives, segments, 0) if segments else None,

@@ -95,16 +95,16 @@ def check_memory(graph: fx.Graph, context: CompileContext) -> None:
     budget = context.memory_budget
     if budget is None:
         return
-    slots = pooled_bytes(context.slots.values())
+    slots = pooled_bytes([*context.slots_beside, *context.slots.values()])
     peaks = [peak_of(graph, context), *(summary.peak for summary in context.summaries.values())]
-    taken = context.shard_bytes + slots + max(peak.nbytes for peak in peaks)
+    taken = context.standing_bytes + slots + max(peak.nbytes for peak in peaks)
     if taken > budget:
         fail(
             context,
             None,
             f"memory_budget is {size_text(budget)}, but a step takes {size_text(taken)} with its slots "
-            f"({size_text(slots)}) and shards ({size_text(context.shard_bytes)}). Give at least that, or make units "
-            f"smaller. {LARGEST_FIRST}",
+            f"({size_text(slots)}), shards ({size_text(context.shard_bytes)}) and what there is beside this graph "
+            f"({size_text(context.beside.nbytes)}). Give at least that, or make units smaller. {LARGEST_FIRST}",
         )
 
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..torch_internals import after_backward, backward_id
 from .arrivals import Arrival, arrival_of
 from .dbuffer import DBuffer
+from .model import Forward
 from .unshard import reduce_scatter
 from .used import used_on_any_rank
 
@@ -68,7 +69,12 @@ def bound(param: Tensor) -> Binding:
 
 
 def flat_input(
-    buffer: DBuffer, params: Sequence[Tensor], *, reduced: bool, used: Collection[int], compiled: bool
+    buffer: DBuffer,
+    params: Sequence[Tensor],
+    *,
+    reduced: bool,
+    used: Collection[int],
+    forward: Forward,
 ) -> Tensor:
     """Returns the tensor through which the gradients of ``params`` will come back.
 
@@ -79,12 +85,12 @@ def flat_input(
             [world_size * S], and expects the gradient before reduction, which is then accumulated; it is
             reduced when the forward ran outside ``no_sync``.
         used: indices of the parameters that have a gradient, read when the backward has computed them.
-        compiled: whether a graph computes them.
+        forward: what reads the parameters.
     """
     trainable = tuple(p for p in params if p.requires_grad)
     if not (torch.is_grad_enabled() and trainable):
         return buffer.shard if reduced else buffer.port(buffer.shard)
-    return _FlatInput.apply(buffer, reduced, buffer.sync.enabled, used, compiled, *trainable)
+    return _FlatInput.apply(buffer, reduced, buffer.sync.enabled, used, forward, *trainable)
 
 
 class _FlatInput(torch.autograd.Function):
@@ -95,11 +101,11 @@ class _FlatInput(torch.autograd.Function):
         reduced: bool,
         reduce_now: bool,
         used: Collection[int],
-        compiled: bool,
+        forward: Forward,
         *params: ShardedParameter,
     ) -> Tensor:
         ctx.buffer, ctx.reduced, ctx.reduce_now = buffer, reduced, reduce_now
-        ctx.used, ctx.compiled = used, compiled
+        ctx.used, ctx.forward = used, forward
         ctx.params = params
         ctx.set_materialize_grads(False)
         flat = buffer.shard if reduced else buffer.port(buffer.shard)
@@ -110,12 +116,13 @@ class _FlatInput(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         buffer: DBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params
+        ctx.forward.end()
         inputs = {p._vescale_binding.slot for p in params}
         owed: set[int] = set()
         if grad is not None and ctx.reduced:
-            owed = used_on_any_rank(buffer, set(ctx.used), compiled=ctx.compiled)
+            owed = used_on_any_rank(buffer, set(ctx.used), compiled=ctx.forward.compiled)
         elif grad is not None:
-            buffer.accumulate(grad, set(ctx.used), compiled=ctx.compiled)
+            buffer.accumulate(grad, set(ctx.used), compiled=ctx.forward.compiled)
             grad = None
         if ctx.reduce_now and buffer.unreduced is not None:
             late, accumulated_for = _reduce_accumulated(buffer)

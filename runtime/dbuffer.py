@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives
+from .model import Model
 from .packing import Packing, Quantizer, StochasticQuantizer, packing_for
 from .rounding import Rounding
 from .unshard import CommSpec, ParamView
@@ -148,6 +149,7 @@ class DBuffer:
         packing, gradient_packing: of quantized gathers and reductions; derived, None where nothing is quantized.
         rounding: the stream that quantized gradients are rounded by.
         params: the sharded parameters themselves, one for each slot, once they exist.
+        model: what it was sharded with.
         agreed: whether all ranks are known to have the same layout.
         deadline: seconds, of the last compiled graph that gathered it; None if there was none.
         left_compiled_code: whether all ranks are known to have gathered it without one after that.
@@ -163,6 +165,7 @@ class DBuffer:
     policy: CommPolicy
     sync: GradientSync
     params: list[Tensor] = field(default_factory=list)
+    model: Model = field(default_factory=Model)
     agreed: bool = False
     deadline: float | None = None
     left_compiled_code: bool = False
@@ -193,8 +196,9 @@ class DBuffer:
         copied = copy.copy(self)
         memo[id(self)] = copied  # before the parameters, which lead back here
         copied.rounding = Rounding(self.rounding.unit, self.rounding.count)
-        for name in ("shard", "params", "sync", "unreduced", "unreduced_slots"):
+        for name in ("shard", "params", "model", "sync", "unreduced", "unreduced_slots"):
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        copied.model.buffers.add(copied)
         return copied
 
     def rename(self, name: str, params: Sequence[str]) -> None:
@@ -233,6 +237,11 @@ class DBuffer:
     def numel(self) -> int:
         """Elements of the gathered buffer, padding included."""
         return self.world_size * self.shard.numel()
+
+    @property
+    def trains(self) -> bool:
+        """Whether its parameters have gradients."""
+        return any(param.requires_grad for param in self.params)
 
     def describe(self) -> list[str]:
         """Lines that must be equal on every rank of the mesh, the most telling first."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from .agreement import agree_on_leaving_compiled_code
 from .boundary import Binding, flat_input
 from .dbuffer import DBuffer
+from .model import Forward
 from .unshard import unshard
 
 
@@ -89,7 +90,8 @@ def _gather(buffer: DBuffer) -> _Gathered:
     agree_on_leaving_compiled_code(buffer)
     found: list[int] = []  # in the backward that ran last; there may be several
     reduced, grads = buffer.sync.in_graph, torch.is_grad_enabled()
-    flat = flat_input(buffer, buffer.params, reduced=reduced, used=found, compiled=False)
+    forward = Forward(buffer.numel * buffer.param_dtype.itemsize, [buffer], compiled=False)
+    flat = flat_input(buffer, buffer.params, reduced=reduced, used=found, forward=forward)
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
     shard, port = (flat, None) if reduced else (buffer.shard, flat)
     # What is made in inference mode counts no writes.

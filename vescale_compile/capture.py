@@ -18,6 +18,7 @@ from .ragged.dtensor import RaggedDTensor
 from .runtime.agreement import first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
+from .runtime.model import beside
 from .runtime.unshard import ParamView
 from .torch_internals import copy_capture_marks, graph_module, tracing_fake_mode
 
@@ -94,14 +95,20 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     }
     shard = next(iter(positions)).shard
     decide = first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size))
+    graph_units = tuple(unit.graph for unit in units)
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
         cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
         wanted_cluster=repr(options.cluster),
         memory_budget=options.budget_bytes,
+        beside=beside(
+            tuple(positions),
+            trains=any(unit.shard.requires_grad or unit.port is not None for unit in graph_units),
+            accumulates=any(unit.port is not None for unit in graph_units),
+        ),
         decide=decide,
-        units=tuple(unit.graph for unit in units),
+        units=graph_units,
         params=params,
     )
     return Capture(

@@ -13,6 +13,7 @@ from .passes.context import GraphError
 from .runtime.agreement import agree_on_buffers, agree_on_graph, tell_of_failure
 from .runtime.boundary import binding_of, flat_input
 from .runtime.dbuffer import DBuffer
+from .runtime.model import Forward
 from .runtime.used import add_graph
 
 
@@ -32,6 +33,7 @@ class CompiledGraph:
         for ordinal in gradients:
             add_graph(captured.units[ordinal].layout, self._with_gradient[ordinal])
         self._others = captured.others
+        self._left = captured.context.left_bytes
         self._run = run
         self._deadline = deadline
 
@@ -39,12 +41,13 @@ class CompiledGraph:
         buffers = [_buffer_like_captured(unit, args) for unit in self._units]
         if not all(buffer.agreed for buffer in buffers):
             agree_on_buffers(buffers, deadline_s=self._deadline)
+        forward = Forward(self._left, buffers, compiled=True)
         flats: list[Any] = []
         for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
             buffer.deadline = self._deadline
             params = [args[position] for position in unit.positions]
             reduced = unit.graph.port is None
-            flat = flat_input(buffer, params, reduced=reduced, used=used, compiled=True)
+            flat = flat_input(buffer, params, reduced=reduced, used=used, forward=forward)
             flats.extend([flat] if reduced else [buffer.shard, flat])
             flats.extend([buffer.rounding_handle] if unit.graph.rounding is not None else [])
         return self._run(*flats, *(args[position] for position in self._others))

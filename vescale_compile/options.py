@@ -26,9 +26,11 @@ class Options:
         memory_budget: bytes that a step may take on a rank, optimizer states apart: a number, or text such as
             ``"40GB"``. What it leaves is used to keep units for the backward that would be gathered again, and to
             launch ahead; where batches differ in size, the first decides what is kept. Compiling raises GraphError
-            where no schedule fits. Each captured graph has it for itself: between graph breaks, what one leaves for
-            its backward is not counted in the others, nor are gradients that ``no_sync`` accumulates. None: what it
-            takes to gather and to reduce one unit ahead.
+            where no schedule fits. Of a model of several graphs (with graph breaks, or layers compiled one by one) each
+            counts the shards of all units, what the graphs before it keep for their backwards, and as much again for
+            units to come that are laid out like its own; what the budget leaves is for the last graph that reads units
+            which train. What uncompiled code computes is not counted, only what it gathers. None: what it takes to
+            gather and to reduce one unit ahead.
         cluster: what schedules are made for: a :class:`vescale_compile.cost.Cluster`, the name of a preset
             (``"h100"``), or the path of a calibration file. None: what this machine seems to be.
         registered_memory: slots are memory that the process group has registered with its network (NCCL). Compiling

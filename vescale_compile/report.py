@@ -12,6 +12,7 @@ from .passes.context import CompileContext, Part
 from .passes.summary import Kind, Summary
 from .quantities import size_text as _size
 from .quantities import time_text as _time
+from .runtime.model import Beside
 from .runtime.pool import pooled_bytes
 
 _MOVED = (Kind.CAST, Kind.COPY, Kind.CONCATENATION)
@@ -38,7 +39,9 @@ class GraphReport:
         cluster: that its schedules and predictions were made for.
         units: in the order in which the graph first needs them.
         parts: its final graphs: forward and backward, or an inference graph alone.
-        slot_bytes: of all slots together; a slot of the forward is one of the backward's too.
+        slot_bytes: of all slots together; a slot of the forward is one of the backward's too, and of earlier graphs'.
+        beside: what a step takes beside this graph, where the model has several.
+        later_bytes: that graphs like this one are expected to leave for their backwards.
     """
 
     rank: int
@@ -47,6 +50,8 @@ class GraphReport:
     units: tuple[UnitReport, ...]
     parts: dict[Part, Summary]
     slot_bytes: int
+    beside: Beside
+    later_bytes: int
 
     @staticmethod
     def of(captured: Capture) -> GraphReport:
@@ -61,20 +66,28 @@ class GraphReport:
             )
             for ordinal, unit in enumerate(context.units)
         )
-        slot_bytes = pooled_bytes(context.slots.values())
         return GraphReport(
-            context.rank, context.lowering.value, context.cluster, tuple(units), dict(context.summaries), slot_bytes
+            context.rank,
+            context.lowering.value,
+            context.cluster,
+            tuple(units),
+            dict(context.summaries),
+            pooled_bytes([*context.beside.slots, *context.slots.values()]),
+            context.beside,
+            context.later_bytes,
         )
 
     @property
     def shard_bytes(self) -> int:
-        """Of the parameters; their gradients and optimizer states come on top."""
+        """Of the parameters that the graph reads; their gradients and optimizer states come on top."""
         return sum(unit.shard_bytes for unit in self.units)
 
     @property
     def peak_bytes(self) -> int:
-        """The fullest moment of a step, in bytes on this rank, without optimizer states."""
-        return self.shard_bytes + self.slot_bytes + max(part.peak.nbytes for part in self.parts.values())
+        """The graph's fullest moment, in bytes on this rank, with all that a step is known to take beside it; without
+        optimizer states."""
+        fullest = max(part.peak.nbytes for part in self.parts.values())
+        return self.shard_bytes + self.beside.nbytes + self.later_bytes + self.slot_bytes + fullest
 
     @property
     def predicted_seconds(self) -> float:
@@ -135,10 +148,24 @@ def _lines(graph: GraphReport) -> Iterator[str]:
     yield f"  kept parameters   {_size(fullest.parameters):>10}"
     yield f"  gradients         {_size(fullest.gradients):>10}"
     yield f"  activations       {_size(fullest.activations):>10}   (fullest at {fullest.node})"
+    yield from _beside_lines(graph)
     yield (
         f"predicted {_time(graph.predicted_seconds)} without the optimizer's step, {_time(graph.exposed_seconds)} "
         f"of it exposed communication, on {graph.cluster}"
     )
+
+
+def _beside_lines(graph: GraphReport) -> Iterator[str]:
+    beside = graph.beside
+    for what, nbytes in (
+        ("shards of other units", beside.shards),
+        ("kept by earlier graphs", beside.kept),
+        ("gradients of units still to come", beside.gradients),
+        ("what graphs like it will keep", graph.later_bytes),
+        ("gradients that no_sync accumulates", beside.accumulated),
+    ):
+        if nbytes:
+            yield f"  beside this graph {_size(nbytes):>10}   ({what})"
 
 
 def _part_lines(part: Part, summary: Summary) -> Iterator[str]:

@@ -18,7 +18,8 @@ from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
 from .runtime.boundary import Binding
 from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync, ParamSlot
-from .sharded_module import Access, Unit, make_sharded, unit_of
+from .runtime.model import Model
+from .sharded_module import Access, Unit, buffers_in, make_sharded, unit_of
 from .units import UnitMembers, find_units, group_by_buffer, owners
 
 _COLLECTIVE_BYTES = 16  # NCCL's fast path wants multiples
@@ -113,6 +114,10 @@ def fully_shard(
     if all(members.module is not module for members in units):  # what the root does at its edge, it does without any
         make_sharded(module, {}, _unit_of((), policy, is_root=True))
     _name_buffers(module)
+    buffers = buffers_in(module)
+    model = Model(buffers)
+    for buffer in buffers:
+        buffer.model = model
     stale_optimizers.watch()
     return module
 

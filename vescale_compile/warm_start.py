@@ -153,7 +153,8 @@ def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any])
     """
     sizes = [tuple(map(size_hint, each.shape)) if isinstance(each, torch.Tensor) else None for each in inputs]
     symbols = [size_hint(each) for each in inputs if isinstance(each, torch.SymInt)]
-    gm.__dict__["vescale_identity"] = question(repr((sources(), context.cluster, sizes, symbols)), context)
+    room = None if context.memory_budget is None else context.beside
+    gm.__dict__["vescale_identity"] = question(repr((sources(), context.cluster, room, sizes, symbols)), context)
 
 
 def cacheable_functions() -> dict[str, str]:

@@ -18,6 +18,7 @@ from vescale_compile.passes.context import (
 )
 from vescale_compile.passes.verify import verify
 from vescale_compile.runtime import crossing, leaving, ops
+from vescale_compile.runtime.model import Beside
 from vescale_compile.runtime.unshard import CommSpec, ParamView
 
 S, WORLD = 4, 2
@@ -45,6 +46,7 @@ def context(
         cluster=PRESETS["h100"](WORLD),
         wanted_cluster="",
         memory_budget=None,
+        beside=Beside(),
         decide=lambda question, answer: answer,
         units=units,
         params={},
