@@ -28,7 +28,8 @@ DEADLINE_S = 300.0
 _MOST_NAMED = 8  # ranks that a message describes one by one
 _GRAPH = "compiled graph"
 _SAME_MODEL = (
-    "Every rank must build the same model, in the same order, with the same parameters frozen, and compile it alike."
+    "Every rank must build the same model, in the same order, with the same parameters frozen, and compile and call it "
+    "alike (in training or evaluation, inside no_sync or not)."
 )
 _OTHERWISE_BUSY = "They are not doing what the other ranks do: compare what each rank calls before this point."
 _STILL_COMPILING = (
@@ -37,8 +38,9 @@ _STILL_COMPILING = (
 )
 _STILL_COMPILED = (
     "If they run compiled code for this unit, this rank has left it: Dynamo stops compiling what it has compiled "
-    "torch._dynamo.config.recompile_limit times (TORCH_LOGS=recompiles says why), or only this rank called the model "
-    "uncompiled."
+    "torch._dynamo.config.recompile_limit times (TORCH_LOGS=recompiles says why); or it could not trace this call, "
+    "because of an exception or a branch that only this rank's batch leads to (TORCH_LOGS=graph_breaks); or only this "
+    "rank called the model uncompiled."
 )
 _SAME_VALUES = (
     "Replicas must begin with equal parameters, or they stay different: seed all ranks alike where the model is "

@@ -1,6 +1,7 @@
 """``vc.simulate`` and the commands that use it: predictions for clusters that are not there."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -214,10 +215,27 @@ def test_the_command_refuses_options_that_make_no_sense(capsys, arguments, probl
 
 @pytest.mark.parametrize("model", ["llama-3-70b", "tiny"])
 def test_the_command_says_what_a_budget_would_have_to_be(capsys, model):
-    where = ("--world", "8", "--cluster", "h100", "--seq", "64")
-    status, _, err = command(capsys, "simulate", "--model", model, *where, "--budget", "1KB")
+    where = ("simulate", "--model", model, "--world", "8", "--cluster", "h100", "--seq", "64")
+    status, _, err = command(capsys, *where, "--budget", "1KB")
     assert status == 1
-    assert "needs" in err
+    assert "1.0 kB" in err or "1,000 bytes" in err
+    assert re.search(r"takes at least|needs", err)
+
+
+def test_the_budget_that_the_command_asks_for_is_one_that_it_takes(capsys):
+    where = ("simulate", "--model", "llama-3-70b", "--world", "64", "--cluster", "h100", "--seq", "64")
+    _, _, err = command(capsys, *where, "--budget", "1GB")
+    found = re.search(r"--budget is 1\.0 GB, but a step takes at least ([\d.]+) GB", err)
+    assert found is not None
+    assert command(capsys, *where, "--budget", f"{float(found[1]) + 0.1:.1f}GB")[0] == 0
+    assert command(capsys, *where, "--budget", f"{float(found[1]) - 0.1:.1f}GB")[0] == 1
+
+
+def test_without_a_budget_the_command_says_that_the_device_is_too_small(capsys):
+    where = ("simulate", "--model", "llama-3-70b", "--world", "7", "--cluster", "h100")
+    status, _, err = command(capsys, *where)
+    assert status == 1
+    assert "a device has 80.0 GB" in err and "More ranks" in err
 
 
 def test_explain_shows_the_graphs_of_an_example_on_many_ranks(capsys):

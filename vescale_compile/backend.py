@@ -43,6 +43,7 @@ from .torch_internals import (
     inductor_compile_inner,
     run_boxed,
 )
+from .unaveraged import warn_of_unaveraged
 from .warm_start import WarmStart, cacheable_functions, identify
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ def vescale(
     if not buffers:
         return _compile_unsharded(gm, example_inputs, read, generate_code)
     agree_on_buffers(buffers, deadline_s=read.deadline)
+    if max(buffer.mesh.size() for buffer in buffers) > 1:
+        warn_of_unaveraged(gm, example_inputs)
     with others_hear_of_failures(buffers):
         captured = capture(gm, example_inputs, read)
         if read.memory_budget is not None and not captured.context.may_spend:

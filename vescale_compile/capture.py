@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from .ragged.dtensor import RaggedDTensor
 from .runtime.agreement import first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
-from .runtime.model import beside
+from .runtime.model import Model, beside
 from .runtime.unshard import ParamView
 from .torch_internals import copy_capture_marks, graph_module, tracing_fake_mode
 
@@ -81,12 +81,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         positions.setdefault(bindings[position].buffer, []).append(position)
     units = tuple(
         CapturedUnit(
-            _graph_unit(ordinal, buffer, [example_inputs[i] for i in members]),
+            _graph_unit(ordinal, name, buffer, [example_inputs[i] for i in members]),
             buffer.layout,
             tuple(members),
             tuple(bindings[i].slot for i in members),
         )
-        for ordinal, (buffer, members) in enumerate(positions.items())
+        for ordinal, (name, (buffer, members)) in enumerate(zip(_names(positions), positions.items(), strict=True))
     )
     params = {
         position: ParamInput(ordinal, view, bindings[position].buffer.slots[bindings[position].slot].name)
@@ -132,7 +132,17 @@ def _by_first_use(gm: fx.GraphModule, bindings: dict[int, Binding]) -> list[int]
     return sorted(bindings, key=lambda position: (first_use(position), position))
 
 
-def _graph_unit(ordinal: int, buffer: DBuffer, params: Sequence[Tensor]) -> GraphUnit:
+def _names(buffers: Iterable[DBuffer]) -> list[str]:
+    """Of units: where a graph reads two models, both may have one of a name."""
+    names: list[str] = []
+    models: dict[Model, int] = {}
+    for buffer in buffers:
+        model = models.setdefault(buffer.model, len(models) + 1)
+        names.append(buffer.name if buffer.name not in names else f"{buffer.name} of model {model}")
+    return names
+
+
+def _graph_unit(ordinal: int, name: str, buffer: DBuffer, params: Sequence[Tensor]) -> GraphUnit:
     views = tuple(buffer.view_of(bound(param).slot, trainable=param.requires_grad) for param in params)
     needs_grad = torch.is_grad_enabled() and any(view.trainable for view in views)
     reduces = buffer.sync.in_graph or not needs_grad
@@ -142,7 +152,7 @@ def _graph_unit(ordinal: int, buffer: DBuffer, params: Sequence[Tensor]) -> Grap
         port = None if reduces else buffer.port(shard).requires_grad_()
         rounding = torch.zeros(1, dtype=torch.int64, device="cpu") if buffer.gradient_packing else None
     comm, reshard = buffer.comm(ordinal), buffer.policy.reshard_after_forward
-    return GraphUnit(buffer.name, shard, port, views, _others(buffer, params), comm, reshard, rounding)
+    return GraphUnit(name, shard, port, views, _others(buffer, params), comm, reshard, rounding)
 
 
 def _others(buffer: DBuffer, read: Sequence[Tensor]) -> tuple[ParamView, ...]:

@@ -108,6 +108,14 @@ class ShardedModule(nn.Module):
             self._vescale_access[name] = Access.to(binding)
         super().register_parameter(name, param)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As ``nn.Module.get_parameter``; inside a forward the full parameter, as reading the attribute gives it."""
+        path, _, name = target.rpartition(".")
+        if not (torch.compiler.is_compiling() or _forward.running):
+            return super().get_parameter(target)
+        owner = self.get_submodule(path)
+        return getattr(owner, name) if name in owner._parameters else super().get_parameter(target)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers") and self._vescale_access:
             raise RuntimeError(

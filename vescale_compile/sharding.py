@@ -20,6 +20,7 @@ from .runtime.boundary import Binding
 from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync, ParamSlot
 from .runtime.model import Model
 from .sharded_module import Access, Unit, buffers_in, make_sharded, unit_of
+from .unaveraged import leave_alone
 from .units import UnitMembers, find_units, group_by_buffer, owners
 
 _COLLECTIVE_BYTES = 16  # NCCL's fast path wants multiples
@@ -95,6 +96,7 @@ def fully_shard(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward, quantize, quantize_gradients)
     ignored = _ignored(ignored_params)
+    leave_alone(ignored)
     _check_params(module, over, ignored)
     units = find_units(module, ignored, nested_units=nested)
     if not units and not nested:  # a root may have nothing but units inside

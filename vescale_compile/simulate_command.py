@@ -23,7 +23,7 @@ from vescale_compile.passes.context import GraphError
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.published_graphs import ASSUMPTIONS, published_graph
 from vescale_compile.quantities import size_text, time_text
-from vescale_compile.schedule import BudgetError, find_schedule
+from vescale_compile.schedule import BudgetError, Scheduled, TaskGraph, find_schedule
 from vescale_compile.sharding import fully_shard
 from vescale_compile.simulation import Simulation, simulate
 
@@ -124,8 +124,7 @@ def _published_rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequenc
     optimizer, master = OPTIMIZERS["adamw"], _MASTER_BYTES * published(args.model).numel // cluster.ranks
     seconds = optimizer.seconds(master, cluster.device)
     for budget in budgets:
-        whole = cluster.device.memory_bytes if budget is None else budget + optimizer.state_bytes(master)
-        found = find_schedule(graph, whole)
+        found = _published_schedule(graph, cluster, budget, optimizer.state_bytes(master))
         timeline = found.timeline
         yield Row(
             budget,
@@ -137,6 +136,22 @@ def _published_rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequenc
             timeline.peak_bytes,
             len(found.schedule.kept),
         )
+
+
+def _published_schedule(graph: TaskGraph, cluster: Cluster, budget: int | None, states: int) -> Scheduled:
+    """The graph counts the optimizer's ``states``, which no budget does: without one there is what a device has."""
+    whole = cluster.device.memory_bytes if budget is None else budget + states
+    try:
+        return find_schedule(graph, whole)
+    except BudgetError as error:
+        least = error.least_bytes
+        if budget is None:
+            told = f"a device has {size_text(whole or 0)}, but a step takes at least {size_text(least)}, "
+            told += f"{size_text(states)} of it the optimizer's states. More ranks have less each"
+        else:
+            told = f"--budget is {size_text(budget)}, but a step takes at least {size_text(least - states)}, "
+            told += f"the optimizer's states ({size_text(states)}) apart"
+        raise BudgetError(told, least) from error
 
 
 def _rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequence[int | None]) -> Iterator[Row]:

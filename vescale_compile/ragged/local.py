@@ -18,8 +18,9 @@ def refuse(func: OpOverload, tensor: RaggedDTensor, reason: str) -> NoReturn:
     """Raises RaggedShardError, naming the operation, the tensor's global shape, the rank and the ways out."""
     raise RaggedShardError(
         f"{func} on {tensor!r}: {reason}. Call .full_tensor() for the whole tensor (on every rank), or "
-        f".to_local() for this rank's flat shard. In the forward of a module given to fully_shard, its "
-        f"parameters are whole tensors."
+        f".to_local() for this rank's flat shard. In the forward of a module given to fully_shard a parameter is "
+        f"whole where it is read as an attribute of its module (self.linear.weight), and a shard where parameters(), "
+        f"named_parameters() or _parameters give it."
     )
 
 

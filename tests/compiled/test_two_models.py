@@ -1,0 +1,113 @@
+"""Two models in one compiled function, and parameters that are not sharded beside those that are."""
+
+import logging
+
+import models
+import pytest
+import torch
+from ranks import fake_world, on_ranks
+from torch import nn
+
+import vescale_compile as vc
+from vescale_compile import unaveraged
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+OPTIONS = {"lowering": "eager"}
+
+
+def distilled(tokens: torch.Tensor, labels: torch.Tensor, *, sharded: bool) -> list[torch.Tensor]:
+    """Gradients of a student and of its teacher, averaged over the ranks."""
+    torch._dynamo.reset()
+    both = [models.build(models.deep, seed) for seed in (0, 1)]
+    student, teacher = map(vc.fully_shard, both) if sharded else both
+    options = {"backend": "vescale", "options": OPTIONS} if sharded else {"backend": "aot_eager"}
+    torch.compile(lambda: (student(tokens, labels) - teacher(tokens, labels)).square(), **options)().backward()
+    params = [*student.parameters(), *teacher.parameters()]
+    if sharded:
+        return [param.grad.full_tensor() for param in params]
+    models.average_gradients(student)
+    models.average_gradients(teacher)
+    return [param.grad for param in params]
+
+
+@on_ranks(2)
+def test_a_student_and_a_teacher_in_one_graph_have_the_gradients_of_unsharded_ones():
+    data = models.batches(1, 11)[0]
+    for ours, theirs in zip(distilled(*data, sharded=True), distilled(*data, sharded=False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(vc.fully_shard(models.build(models.deep)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.models[0](tokens, labels) + self.models[1](tokens, labels)
+
+
+def test_units_of_two_models_are_told_apart_in_the_report():
+    with fake_world(2):
+        torch._dynamo.reset()
+        (graph,) = vc.explain(Both(), *models.batches(1, 11)[0], options=OPTIONS).graphs
+    names = [unit.name for unit in graph.units]
+    assert len(set(names)) == len(names) == 14
+    assert names.count("layers.3") == names.count("layers.3 of model 2") == 1
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """What is logged while a model of two ranks is trained for a step."""
+    unaveraged._warn.cache_clear()
+
+    def log(model: nn.Module) -> str:
+        torch._dynamo.reset()
+        with caplog.at_level(logging.WARNING):
+            torch.compile(model, backend="vescale", options=OPTIONS)(*models.batches(1, 11)[0]).backward()
+        return caplog.text
+
+    return log
+
+
+def test_a_parameter_that_was_added_after_sharding_is_named_once(warnings_of):
+    with fake_world(2):
+        model = vc.fully_shard(models.build(models.deep))
+        model.head = nn.Sequential(model.head, nn.Linear(11, 11, bias=False))
+        warnings_of(model)
+        logged = warnings_of(model)
+    assert logged.count("is not averaged") == 1
+    assert "head" in logged and "(11, 11)" in logged
+
+
+def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of):
+    with fake_world(2):
+        model = models.build(models.deep)
+        vc.fully_shard(model, ignored_params=set(model.head.parameters()))
+        model.embed = nn.Sequential(model.embed, nn.Linear(13, 13).requires_grad_(False))
+        assert "is not averaged" not in warnings_of(model)
+
+
+def test_one_rank_averages_with_nobody(warnings_of):
+    with fake_world(1):
+        model = vc.fully_shard(models.build(models.deep))
+        model.head = nn.Sequential(model.head, nn.Linear(11, 11))
+        assert "is not averaged" not in warnings_of(model)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_asked_for_by_name_in_a_forward_is_whole():
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.get_parameter("linear.weight")
+
+    x = torch.ones(2, 4)
+    expected = models.build(ByName)(x)
+    model = vc.fully_shard(models.build(ByName))
+    assert isinstance(model.get_parameter("linear.weight"), vc.RaggedDTensor)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(torch.compile(model, backend="vescale", options=OPTIONS)(x), expected)
