@@ -242,24 +242,20 @@ class CompileContext:
 
     @property
     def standing_bytes(self) -> int:
-        """What the step takes all the time, apart from slots and, until the joint graph is cut, ``later_bytes``."""
-        return self.shard_bytes + self.beside.nbytes + self.later_bytes
+        """What the step takes all the time, apart from slots: the same on every rank."""
+        return self.shard_bytes + self.beside.shards + self.beside.accumulated
 
     @property
-    def later_bytes(self) -> int:
-        """That graphs like this one are expected to leave for their backwards."""
-        return self.beside.later(self.left_bytes)
+    def spare(self) -> int | None:
+        """Bytes that the step may take where it need not: what forwards before it leave of a memory budget, for the
+        last graph of a step. None without a budget, or where nobody knows what graphs to come will need."""
+        return self.memory_budget - self.beside.kept if self.memory_budget is not None and self.beside.last else None
 
-    @property
-    def may_spend(self) -> bool:
-        """Whether the graph may use what a memory budget leaves: the last one of a step that reads trained units, as
-        nobody knows what those to come will need."""
-        return self.beside.to_come == 0
-
-    @property
-    def slots_beside(self) -> tuple[tuple[SlotSpec, ...], ...]:
-        """Of the graphs before this one. Without a budget a graph takes the room that it needs, whatever they have."""
-        return self.beside.slots if self.memory_budget is not None else ()
+    def room(self, allowance: int) -> int:
+        """Bytes that a step is to take at most: what is spare, or an ``allowance`` for overlap within the budget."""
+        if self.spare is not None:
+            return self.spare
+        return allowance if self.memory_budget is None else min(allowance, self.memory_budget)
 
     def found(self) -> dict[str, Any]:
         """What passes have found out, by field: all that a compilation of an equal graph would find again."""

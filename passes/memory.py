@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import fx
 
 from ..torch_internals import generates_code_for
@@ -77,12 +78,18 @@ def _is_memory(node: fx.Node, context: CompileContext) -> bool:
     if node.op == "placeholder":
         in_slot = any(buffer_of(user) is not None for user in node.users)
         is_shard = any(comm_of(user) is not None for user in node.users)
-        return not in_slot and not is_shard
+        return not in_slot and not is_shard and not _is_port(node)
     if node.op != "call_function" or not nbytes_of(node):
         return False
     if buffer_of(node) is not None:
         return not node.all_input_nodes  # else it lies in a slot
     return context.lowering is Lowering.EAGER or not _is_fused(node)
+
+
+def _is_port(node: fx.Node) -> bool:
+    """Whether it only has a size, for unreduced gradients to arrive at."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.stride() == (0,)
 
 
 def _is_fused(node: fx.Node) -> bool:

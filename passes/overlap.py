@@ -74,9 +74,8 @@ def _schedule(
     bytes but not as slots may fit if nothing overlaps, or if launches are not as early as they could be."""
     assert context.part is not None
     least = least_peak(tasks)
-    budget = max([least + room_ahead(tasks), *(other.allowance for other in others)])
-    if context.memory_budget is not None:
-        budget = context.memory_budget if context.may_spend else min(context.memory_budget, budget)
+    budget = context.room(max([least + room_ahead(tasks), *(other.allowance for other in others)]))
+    most = budget if context.memory_budget is None else context.memory_budget
 
     def excess_with(found: Scheduled) -> int:
         _move(graph, found.schedule, collectives, segments)
@@ -90,10 +89,10 @@ def _schedule(
         if excess <= 0 or limit == least:
             break
         limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
-    if excess > 0 and context.memory_budget is not None:
+    if excess > most - budget and context.memory_budget is not None:
         found = synchronous_schedule(tasks)
         excess = excess_with(found)
-        if excess > 0:
+        if excess > most - budget:
             _refuse(tasks, context)
     schedule = launched_early(tasks, found.schedule)
     early = Scheduled(schedule, simulate(tasks, schedule), found.bound)
@@ -127,7 +126,7 @@ def _place_carried(graph: fx.Graph) -> None:
 def _planned_bytes(graph: fx.Graph, context: CompileContext, others: Sequence[Need]) -> int:
     """What a step will take: slots of all its graphs, and the fullest moment of any, and what there is beside them."""
     slots, peak = _taken(graph, context)
-    pooled = pooled_bytes([*context.slots_beside, *(other.slots for other in others), slots])
+    pooled = pooled_bytes([*(other.slots for other in others), slots])
     fullest = max([peak, *(other.peak for other in others)])
     return context.standing_bytes + pooled + fullest
 

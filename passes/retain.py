@@ -45,7 +45,7 @@ def retain(
     Returns:
         The forward and the backward.
     """
-    budget = context.memory_budget if context.may_spend else None
+    budget = context.spare
 
     def cut_keeping(kept: Sequence[int]) -> tuple[Halves, Step]:
         context.kept = frozenset(kept)
@@ -82,12 +82,10 @@ def _saved(forward: fx.Graph) -> dict[str, int]:
 
 def _to_carry(step: Step, context: CompileContext) -> frozenset[int]:
     """The units whose gather for the backward is launched in the forward: none that is quantized."""
-    first, budget = step.first_gathered_again, context.memory_budget
+    first = step.first_gathered_again
     if first is None or context.units[first].comm.packing:
         return frozenset()
-    room = max(step.allowances.values())
-    if budget is not None:
-        room = budget if context.may_spend else min(budget, room)
+    room = context.room(max(step.allowances.values()))
     return frozenset([first]) if step.planned(carried=frozenset([first])) <= room else frozenset()
 
 

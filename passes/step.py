@@ -7,7 +7,7 @@ the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -95,10 +95,6 @@ class Half:
         compute = tuple(replace(task, live_bytes=live + task.live_bytes) for task in self.tasks.compute)
         return TaskGraph(compute, tuple(transfers)) if transfers else None
 
-    def parameter_bytes(self, kept: frozenset[int]) -> int:
-        """Of the parameters of ``kept`` units."""
-        return sum(lifetime.nbytes for lifetime in self._parameters(kept))
-
     def _parameters(self, kept: frozenset[int]) -> list[Lifetime]:
         marked = ((lifetime, marked_buffer(lifetime.node)) for lifetime in self.buffers)
         return [lifetime for lifetime, mark in marked if mark.use is Use.PARAMETERS and mark.unit in kept]
@@ -110,13 +106,9 @@ class Step:
 
     Attributes:
         standing: bytes that the step takes all the time, apart from slots.
-        slots_beside: of graphs before them.
-        later: what graphs like them are expected to leave if each forward leaves so many bytes.
     """
 
     standing: int
-    slots_beside: tuple[tuple[SlotSpec, ...], ...]
-    later: Callable[[int], int]
     forward: Half
     backward: Half
 
@@ -136,18 +128,13 @@ class Step:
             Part.BACKWARD: self.backward.slots(kept | carried) + carrying,
         }
 
-    def around(self, kept: frozenset[int]) -> int:
-        """Bytes that the step takes all the time, apart from slots, with the units ``kept``."""
-        return self.standing + self.later(self.forward.left + self.forward.parameter_bytes(kept))
-
     def planned(self, kept: frozenset[int] = _NONE, carried: frozenset[int] = _NONE) -> int:
         """Bytes that the step takes with the units ``kept`` and ``carried``, if nothing overlaps."""
-        slots = pooled_bytes([*self.slots_beside, *self.slots(kept, carried).values()])
-        return self.around(kept) + slots + self.peak(kept)
+        return self.standing + pooled_bytes(self.slots(kept, carried).values()) + self.peak(kept)
 
     def tasks(self, kept: frozenset[int] = _NONE) -> dict[Part, TaskGraph]:
         """The task graphs of the halves that have any transfers."""
-        live = self.around(kept) + self.peak(kept)
+        live = self.standing + self.peak(kept)
         found = {half.part: half.tasks_with(kept, live) for half in self.halves}
         return {part: tasks for part, tasks in found.items() if tasks is not None}
 
@@ -201,7 +188,7 @@ def survey(halves: Halves, context: CompileContext) -> Step:
     forward, backward = (
         _survey(half, context, part) for half, part in zip(halves, (Part.FORWARD, Part.BACKWARD), strict=True)
     )
-    return Step(context.standing_bytes, context.slots_beside, context.beside.later, forward, backward)
+    return Step(context.standing_bytes, forward, backward)
 
 
 def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:

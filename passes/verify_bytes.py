@@ -95,7 +95,7 @@ def check_memory(graph: fx.Graph, context: CompileContext) -> None:
     budget = context.memory_budget
     if budget is None:
         return
-    slots = pooled_bytes([*context.slots_beside, *context.slots.values()])
+    slots = pooled_bytes(context.slots.values())
     peaks = [peak_of(graph, context), *(summary.peak for summary in context.summaries.values())]
     taken = context.standing_bytes + slots + max(peak.nbytes for peak in peaks)
     if taken > budget:
@@ -103,8 +103,8 @@ def check_memory(graph: fx.Graph, context: CompileContext) -> None:
             context,
             None,
             f"memory_budget is {size_text(budget)}, but a step takes {size_text(taken)} with its slots "
-            f"({size_text(slots)}), shards ({size_text(context.shard_bytes)}) and what there is beside this graph "
-            f"({size_text(context.beside.nbytes)}). Give at least that, or make units smaller. {LARGEST_FIRST}",
+            f"({size_text(slots)}) and the shards of all units ({size_text(context.standing_bytes)}). Give at least "
+            f"that, or make units smaller. {LARGEST_FIRST}",
         )
 
 

@@ -55,10 +55,12 @@ class Life:
     Attributes:
         graphs: meshes, by name, and the collectives of graphs that they have agreed on.
         gradients: by a unit's layout, the sets of parameters that agreed graphs compute gradients for.
+        answers: by ranks and question, what a rank has decided alone.
     """
 
     graphs: set[tuple[str, ...]] = field(default_factory=set)
     gradients: dict[str, set[frozenset[int]]] = field(default_factory=dict)
+    answers: dict[tuple[int, str], str] = field(default_factory=dict)
     _prefixes: dict[str, str] = field(default_factory=dict)
     _exchanges: Counter[str] = field(default_factory=Counter)
 
@@ -153,10 +155,12 @@ def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
     For what all ranks must do alike but may see otherwise: a schedule rests on predicted times, and so on the sizes of
     this rank's batch. Nobody waits for anybody, so a rank may compile again alone. Questions must be equal on ranks
     that need one answer, and be of one graph only: of no one model, because compiled code may serve several. With one
-    rank, or the ``fake`` backend, there is nobody to ask.
+    rank, or the ``fake`` backend, there is nobody to ask but this rank itself: a checkpointed layer that is compiled
+    again in the backward must save what it saved before.
     """
     if mesh.size() == 1 or dist.get_backend() == "fake":
-        return lambda question, answer: answer
+        answers = life().answers
+        return lambda question, answer: answers.setdefault((mesh.size(), question), answer)
     store, prefix = default_store(), f"{life().prefix(mesh)}/decided"
 
     def decide(question: str, answer: str) -> str:

@@ -1,9 +1,9 @@
-"""What a model takes of a rank's memory beside the graph that is being compiled.
+"""What a model takes of a rank's memory beside one of its graphs.
 
 A model may run as several graphs: Dynamo breaks its forward, or its layers are compiled one by one. Each runs beside
-the shards of all units, and beside what the forwards before it keep for their backwards. A graph is compiled where it
-is first called, so what ran before it is known. Of what comes after it only the units are: if some are laid out like
-its own, it is expected to be called for them too, or another like it.
+the shards of all units, and beside what the forwards before it keep for their backwards. The shards are the same on
+every rank. What forwards keep is known as far as they have run, and may differ between ranks: it limits what a graph
+takes without need, and nothing is refused for it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from ..torch_internals import in_backward
+
 if TYPE_CHECKING:
     from .dbuffer import DBuffer
-    from .pool import SlotSpec
 
 
 class Model:
-    """Buffers that were sharded as one model, and its graphs, as long as they live."""
+    """Buffers that were sharded as one model, and the forwards that have read them and wait for their backwards."""
 
     def __init__(self, buffers: Iterable[DBuffer] = ()) -> None:
         self.buffers = WeakSet(buffers)
         self.forwards: WeakSet[Forward] = WeakSet()
-        self.slots: dict[tuple[SlotSpec, ...], None] = {}  # of its graphs, in the order of their compilation
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
         """One of no buffers: their copies are added as they are made."""
@@ -34,7 +34,8 @@ class Model:
 
 
 class Forward:
-    """A call of a graph's forward, or a gather in uncompiled code; it lives until its backward has run, or never can.
+    """A call of a graph's forward, or a gather in uncompiled code. Where a parameter is trained, autograd keeps it as
+    long as its backward may still run.
 
     Attributes:
         left: bytes of its results and of what it keeps for its backward; in uncompiled code, of the gathered unit.
@@ -61,77 +62,53 @@ class Beside:
 
     Attributes:
         shards: of units that the graph does not read.
+        accumulated: gradients that ``no_sync`` accumulates, unsharded, and the largest scratch of the reductions that
+            end it.
         kept: results of the forwards before it, and what these keep for their backwards.
-        gradients: reduced, of the units that no forward has read yet; they are there when its backward runs.
-        accumulated: gradients of all units, unsharded, which ``no_sync`` accumulates, and the largest scratch of the
-            reductions that end it.
-        slots: of the graphs before it.
-        to_come: how many trained units no forward has read yet.
-        repeats: how often the graph, or one like it, is expected to be called for units to come laid out like its own.
+        last: whether no graph of the step is known to come after it.
     """
 
     shards: int = 0
-    kept: int = 0
-    gradients: int = 0
     accumulated: int = 0
-    slots: tuple[tuple[SlotSpec, ...], ...] = ()
-    to_come: int = 0
-    repeats: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """All of it that is known, apart from slots, which the graph shares."""
-        return self.shards + self.kept + self.gradients + self.accumulated
-
-    def later(self, left: int) -> int:
-        """What the calls to come of graphs like this one are expected to leave, if it leaves ``left`` bytes itself. Of
-        gradients, which are counted already, there are the more the fewer of these backwards are still to run."""
-        return max(int(self.repeats * left) - self.gradients, 0)
+    kept: int = 0
+    last: bool = True
 
 
-def beside(read: Sequence[DBuffer], *, trains: bool, accumulates: bool) -> Beside:
+def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
     """What there is beside a graph that is about to be compiled.
 
     Args:
         read: the buffers of the units that it reads.
-        trains: whether it has a backward.
-        accumulates: whether its gradients are left unsharded.
+        breaks: whether a graph break ends it.
+        given: bytes of its inputs that may be results of the forwards before it, and are counted with the graph.
     """
     models = _models_of(read)
-    buffers = {*read, *itertools.chain.from_iterable(model.buffers for model in models)}
-    forwards = {forward for model in models for forward in model.forwards}
-    others = buffers.difference(read)
-    unread = others.difference(*(forward.buffers for forward in forwards)) if trains else set()
-    trained = {buffer for buffer in buffers if buffer.trains}
+    others = set(itertools.chain.from_iterable(model.buffers for model in models)).difference(read)
+    forwards = _forwards_of(models)
+    unread = others.difference(*(forward.buffers for forward in forwards))
+    layouts = Counter(buffer.layout for buffer in unread)
+    # A graph of one layer will be called with the others too: each of its units has another like it to come. In a
+    # backward, where a checkpointed layer runs again, none has, and what is saved is to be what was saved before.
+    one_of_many = in_backward() or all(buffer.layout in layouts for buffer in read)
     return Beside(
-        shards=_shard_bytes(others),
-        kept=sum(forward.left for forward in forwards),
-        gradients=_shard_bytes(unread & trained),
-        accumulated=_accumulated_bytes(trained) if accumulates else 0,
-        slots=tuple(dict.fromkeys(slots for model in models for slots in model.slots)),
-        to_come=len(unread & trained),
-        repeats=_repeats(read, unread),
+        shards=sum(buffer.shard.nbytes for buffer in others),
+        accumulated=_accumulated_bytes([each for each in (*read, *others) if each.trains and not each.sync.in_graph]),
+        kept=max(sum(forward.left for forward in forwards) - given, 0),
+        last=not breaks and not one_of_many,
     )
 
 
-def _repeats(read: Sequence[DBuffer], unread: Iterable[DBuffer]) -> float:
-    own = Counter(buffer.layout for buffer in read)
-    alike = Counter(buffer.layout for buffer in unread if buffer.layout in own)
-    return max((count / own[layout] for layout, count in alike.items()), default=0.0)
-
-
-def take_down_slots(read: Sequence[DBuffer], slots: Iterable[tuple[SlotSpec, ...]]) -> None:
-    """Takes down the slots of a graph that was compiled, which reads the units of the buffers ``read``."""
-    for model in _models_of(read):
-        model.slots.update(dict.fromkeys(slots))
+def kept_beside(forward: Forward) -> int:
+    """Bytes that other forwards of its models have left and still keep."""
+    return sum(each.left for each in _forwards_of(_models_of(forward.buffers)) if each is not forward)
 
 
 def _models_of(buffers: Iterable[DBuffer]) -> list[Model]:
     return list(dict.fromkeys(buffer.model for buffer in buffers))
 
 
-def _shard_bytes(buffers: Iterable[DBuffer]) -> int:
-    return sum(buffer.shard.nbytes for buffer in buffers)
+def _forwards_of(models: Iterable[Model]) -> set[Forward]:
+    return {forward for model in models for forward in model.forwards}
 
 
 def _accumulated_bytes(buffers: Iterable[DBuffer]) -> int:

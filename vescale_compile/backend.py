@@ -27,7 +27,6 @@ from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, Lowering, Part, Stage
 from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
-from .runtime.model import take_down_slots
 from .runtime.pool import SlotSpec, StepSlots, with_fresh_slots
 from .runtime.registered import registering_group
 from .sharded_module import anything_sharded
@@ -89,15 +88,13 @@ def vescale(
         warn_of_unaveraged(gm, example_inputs)
     with others_hear_of_failures(buffers):
         captured = capture(gm, example_inputs, read)
-        if read.memory_budget is not None and not captured.context.may_spend:
-            _warn_of_several_graphs()
         run = _lowered(captured, example_inputs, read, on_graph, generate_code)
         report = GraphReport.of(captured)
-    take_down_slots(buffers, captured.context.slots.values())
     check_agreement(captured, read.deadline)
     if on_compiled is not None:
         on_compiled(report)
-    return CompiledGraph(captured, run, read.deadline).call
+    budget = read.budget_bytes
+    return CompiledGraph(captured, run, read.deadline, None if budget is None else budget - report.planned_bytes).call
 
 
 def _lowered(
@@ -234,15 +231,6 @@ def _warn_of_cudagraphs() -> None:
     _log.warning(
         "backend='vescale': torch._inductor.config.triton.cudagraphs is on, and has no effect on graphs that gather or "
         "reduce: their shards would be copied to where the CUDA graph was recorded."
-    )
-
-
-@functools.cache
-def _warn_of_several_graphs() -> None:
-    _log.warning(
-        "backend='vescale': the model runs as several graphs, because of graph breaks, or because its layers are "
-        "compiled one by one. None exceeds memory_budget, but what it leaves is used only by the last graph that reads "
-        "units which train: nobody knows what graphs to come will need. To use it all, compile the model as one graph."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .hardware import cluster_for
@@ -20,7 +20,7 @@ from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.model import Model, beside
 from .runtime.unshard import ParamView
-from .torch_internals import copy_capture_marks, graph_module, tracing_fake_mode
+from .torch_internals import copy_capture_marks, ends_in_graph_break, graph_module, tracing_fake_mode
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
         wanted_cluster=repr(options.cluster),
         memory_budget=options.budget_bytes,
-        beside=beside(
-            tuple(positions),
-            trains=any(unit.shard.requires_grad or unit.port is not None for unit in graph_units),
-            accumulates=any(unit.port is not None for unit in graph_units),
-        ),
+        beside=beside(tuple(positions), breaks=ends_in_graph_break(gm), given=given_bytes(example_inputs)),
         decide=decide,
         units=graph_units,
         params=params,
@@ -118,6 +114,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         buffers=tuple(positions),
         others=tuple(i for i in range(len(example_inputs)) if i not in bindings),
     )
+
+
+def given_bytes(args: Sequence[Any]) -> int:
+    """Of arguments that have gradients and are no parameters: results of what ran before."""
+    given = (value for value in args if isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+    return sum(value.nbytes for value in given if value.requires_grad)
 
 
 def _by_first_use(gm: fx.GraphModule, bindings: dict[int, Binding]) -> list[int]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch._dynamo.exc import RestartAnalysis
 
-from .capture import Capture, CapturedUnit
+from .capture import Capture, CapturedUnit, given_bytes
 from .passes.context import GraphError
+from .quantities import size_text
 from .runtime.agreement import agree_on_buffers, agree_on_graph, tell_of_failure
 from .runtime.boundary import binding_of, flat_input
 from .runtime.dbuffer import DBuffer
-from .runtime.model import Forward
+from .runtime.model import Forward, kept_beside
 from .runtime.used import add_graph
+from .torch_internals import saves_elsewhere
+
+_log = logging.getLogger(__name__)
 
 
 class CompiledGraph:
@@ -24,7 +29,8 @@ class CompiledGraph:
     that looks like the one it captured. The units come from the arguments at each call.
     """
 
-    def __init__(self, captured: Capture, run: Callable[..., Any], deadline: float) -> None:
+    def __init__(self, captured: Capture, run: Callable[..., Any], deadline: float, spare: int | None) -> None:
+        """``spare`` are the bytes that a memory budget leaves for what other forwards keep; None without a budget."""
         self._units = captured.units
         gradients = captured.context.gradients
         self._with_gradient = tuple(
@@ -36,12 +42,14 @@ class CompiledGraph:
         self._left = captured.context.left_bytes
         self._run = run
         self._deadline = deadline
+        self._spare = spare
 
     def call(self, *args: Any) -> Any:
         buffers = [_buffer_like_captured(unit, args) for unit in self._units]
         if not all(buffer.agreed for buffer in buffers):
             agree_on_buffers(buffers, deadline_s=self._deadline)
-        forward = Forward(self._left, buffers, compiled=True)
+        forward = Forward(0 if saves_elsewhere() else self._left, buffers, compiled=True)
+        self._check_budget(forward, args)
         flats: list[Any] = []
         for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
             buffer.deadline = self._deadline
@@ -51,6 +59,22 @@ class CompiledGraph:
             flats.extend([flat] if reduced else [buffer.shard, flat])
             flats.extend([buffer.rounding_handle] if unit.graph.rounding is not None else [])
         return self._run(*flats, *(args[position] for position in self._others))
+
+    def _check_budget(self, forward: Forward, args: Sequence[Any]) -> None:
+        """Warns, once, if other forwards keep more than the memory budget leaves: known only now that they have run."""
+        if self._spare is None or (kept := kept_beside(forward) - given_bytes(args)) <= self._spare:
+            return
+        _log.warning(
+            "[rank %s] backend='vescale': this step exceeds memory_budget. The budget leaves %s beside what the graph "
+            "of %s takes, and the forwards before it keep %s for their backwards. They are of graph breaks, of layers "
+            "compiled one by one, or of several calls. Compile the model as one graph, run backwards sooner, use "
+            "activation checkpointing, or give more.",
+            forward.buffers[0].rank,
+            size_text(max(self._spare, 0)),
+            forward.buffers[0].name,
+            size_text(kept),
+        )
+        self._spare = None
 
 
 def _buffer_like_captured(unit: CapturedUnit, args: Sequence[Any]) -> DBuffer:

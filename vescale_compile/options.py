@@ -26,11 +26,10 @@ class Options:
         memory_budget: bytes that a step may take on a rank, optimizer states apart: a number, or text such as
             ``"40GB"``. What it leaves is used to keep units for the backward that would be gathered again, and to
             launch ahead; where batches differ in size, the first decides what is kept. Compiling raises GraphError
-            where no schedule fits. Of a model of several graphs (with graph breaks, or layers compiled one by one) each
-            counts the shards of all units, what the graphs before it keep for their backwards, and as much again for
-            units to come that are laid out like its own; what the budget leaves is for the last graph that reads units
-            which train. What uncompiled code computes is not counted, only what it gathers. None: what it takes to
-            gather and to reduce one unit ahead.
+            where no schedule fits beside the shards of all units. Where several forwards wait for their backwards (of
+            graph breaks, of layers compiled one by one, of several calls), what they keep is known only when they have
+            run: only the last graph of a step uses what they leave, and a warning says where they leave too little.
+            None: what it takes to gather and to reduce one unit ahead.
         cluster: what schedules are made for: a :class:`vescale_compile.cost.Cluster`, the name of a preset
             (``"h100"``), or the path of a calibration file. None: what this machine seems to be.
         registered_memory: slots are memory that the process group has registered with its network (NCCL). Compiling

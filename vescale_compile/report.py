@@ -39,9 +39,8 @@ class GraphReport:
         cluster: that its schedules and predictions were made for.
         units: in the order in which the graph first needs them.
         parts: its final graphs: forward and backward, or an inference graph alone.
-        slot_bytes: of all slots together; a slot of the forward is one of the backward's too, and of earlier graphs'.
+        slot_bytes: of all slots together; a slot of the forward is one of the backward's too.
         beside: what a step takes beside this graph, where the model has several.
-        later_bytes: that graphs like this one are expected to leave for their backwards.
     """
 
     rank: int
@@ -51,7 +50,6 @@ class GraphReport:
     parts: dict[Part, Summary]
     slot_bytes: int
     beside: Beside
-    later_bytes: int
 
     @staticmethod
     def of(captured: Capture) -> GraphReport:
@@ -72,9 +70,8 @@ class GraphReport:
             context.cluster,
             tuple(units),
             dict(context.summaries),
-            pooled_bytes([*context.beside.slots, *context.slots.values()]),
+            pooled_bytes(context.slots.values()),
             context.beside,
-            context.later_bytes,
         )
 
     @property
@@ -84,10 +81,14 @@ class GraphReport:
 
     @property
     def peak_bytes(self) -> int:
-        """The graph's fullest moment, in bytes on this rank, with all that a step is known to take beside it; without
-        optimizer states."""
+        """The graph's fullest moment with what a step takes beside it: on this rank, without optimizer states."""
+        return self.planned_bytes + self.beside.kept
+
+    @property
+    def planned_bytes(self) -> int:
+        """``peak_bytes`` but for what forwards before the graph keep, which is what a memory budget is held against."""
         fullest = max(part.peak.nbytes for part in self.parts.values())
-        return self.shard_bytes + self.beside.nbytes + self.later_bytes + self.slot_bytes + fullest
+        return self.shard_bytes + self.beside.shards + self.beside.accumulated + self.slot_bytes + fullest
 
     @property
     def predicted_seconds(self) -> float:
@@ -148,21 +149,18 @@ def _lines(graph: GraphReport) -> Iterator[str]:
     yield f"  kept parameters   {_size(fullest.parameters):>10}"
     yield f"  gradients         {_size(fullest.gradients):>10}"
     yield f"  activations       {_size(fullest.activations):>10}   (fullest at {fullest.node})"
-    yield from _beside_lines(graph)
+    yield from _beside_lines(graph.beside)
     yield (
         f"predicted {_time(graph.predicted_seconds)} without the optimizer's step, {_time(graph.exposed_seconds)} "
         f"of it exposed communication, on {graph.cluster}"
     )
 
 
-def _beside_lines(graph: GraphReport) -> Iterator[str]:
-    beside = graph.beside
+def _beside_lines(beside: Beside) -> Iterator[str]:
     for what, nbytes in (
         ("shards of other units", beside.shards),
-        ("kept by earlier graphs", beside.kept),
-        ("gradients of units still to come", beside.gradients),
-        ("what graphs like it will keep", graph.later_bytes),
         ("gradients that no_sync accumulates", beside.accumulated),
+        ("kept by forwards before it", beside.kept),
     ):
         if nbytes:
             yield f"  beside this graph {_size(nbytes):>10}   ({what})"

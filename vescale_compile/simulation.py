@@ -87,7 +87,7 @@ class Simulation:
     @property
     def peak_bytes(self) -> int:
         """The fullest moment of a step: shards, slots, gradients, activations, and the optimizer's states. Of a model
-        with graph breaks, that of its fullest graph, beside what those before it keep for their backward."""
+        with graph breaks, that of its fullest graph, with what those before it keep for their backwards."""
         return max((graph.peak_bytes for graph in self.graphs), default=0) + self.state_bytes
 
     def _sum(self, what: str) -> float:

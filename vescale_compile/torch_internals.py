@@ -137,6 +137,17 @@ def examined_cpu() -> threading.Thread:
     return examination
 
 
+def ends_in_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo has more of the frame to capture after this graph."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
+def saves_elsewhere() -> bool:
+    """Whether what autograd saves now goes through hooks, as activation checkpointing's, which drop it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def inductor_compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -119,6 +119,7 @@ def test_where_the_slots_of_what_overlaps_do_not_fit_nothing_overlaps():
         budget = usual.peak_bytes - 3000
         tight = explained(OneLarge, cluster=models.SLOW_WIRE, memory_budget=budget)
         assert tight.peak_bytes <= budget
+    with exchanging_world(2):  # nothing is decided yet
         overlapping = mock.patch.object(overlap, "synchronous_schedule", lambda t: find_schedule(t, least_peak(t)))
         with overlapping, pytest.raises(Exception, match=r"a step takes .* with its slots"):
             explained(OneLarge, cluster=models.SLOW_WIRE, memory_budget=budget)
