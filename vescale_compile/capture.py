@@ -95,7 +95,6 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     }
     shard = next(iter(positions)).shard
     decide = first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size))
-    graph_units = tuple(unit.graph for unit in units)
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
@@ -104,7 +103,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         memory_budget=options.budget_bytes,
         beside=beside(tuple(positions), breaks=ends_in_graph_break(gm), given=given_bytes(example_inputs)),
         decide=decide,
-        units=graph_units,
+        units=tuple(unit.graph for unit in units),
         params=params,
     )
     return Capture(
