@@ -196,7 +196,6 @@ class CompileContext:
         carried: units whose gather for the backward is launched in the forward.
         saved: units by the names of inputs of the backward that are parameters gathered in the forward.
         needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.
-        left_bytes: of the forward's results, and of what it keeps for its backward.
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
         collectives: each verified graph's collectives, in order, one line each.
@@ -223,7 +222,6 @@ class CompileContext:
     carried: frozenset[int] = frozenset()
     saved: dict[str, int] = field(default_factory=dict)
     needs: dict[Part, Need] = field(default_factory=dict)
-    left_bytes: int = 0
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0
     collectives: dict[Part, list[str]] = field(default_factory=dict)
@@ -243,7 +241,7 @@ class CompileContext:
     @property
     def standing_bytes(self) -> int:
         """What the step takes all the time, apart from slots: the same on every rank."""
-        return self.shard_bytes + self.beside.shards + self.beside.accumulated
+        return self.shard_bytes + self.beside.standing
 
     @property
     def spare(self) -> int | None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-import torch
 from torch import fx
 
 from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view
 from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of
-from .edit import nbytes_of, order_of
+from .edit import nbytes_of, order_of, value_of
 from .summary import Peak
 
 
@@ -36,12 +35,11 @@ def live_bytes(graph: fx.Graph, context: CompileContext, part: Part, without: Co
     return [live.total() for _, live in _live(graph, context, part, without)]
 
 
-def left_bytes(graph: fx.Graph, without: Collection[fx.Node]) -> int:
-    """What a forward leaves in memory apart from its inputs, ``without`` what lies in slots: its results, and what it
-    keeps for its backward."""
+def left_bytes(graph: fx.Graph, context: CompileContext) -> int:
+    """What a final graph leaves in memory, apart from its inputs: results, and what is kept for the backward."""
     bases = bases_of(graph)
     left = {bases[value] for value in graph.output_node().all_input_nodes}
-    return sum(nbytes_of(base) for base in left if base.op != "placeholder" and base not in without)
+    return sum(nbytes_of(base) for base in left if base.op != "placeholder" and _is_memory(base, context))
 
 
 def _live(
@@ -88,8 +86,8 @@ def _is_memory(node: fx.Node, context: CompileContext) -> bool:
 
 def _is_port(node: fx.Node) -> bool:
     """Whether it only has a size, for unreduced gradients to arrive at."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.stride() == (0,)
+    value = value_of(node)
+    return value is not None and value.stride() == (0,)
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -75,30 +75,29 @@ def _schedule(
     assert context.part is not None
     least = least_peak(tasks)
     budget = context.room(max([least + room_ahead(tasks), *(other.allowance for other in others)]))
-    most = budget if context.memory_budget is None else context.memory_budget
 
-    def excess_with(found: Scheduled) -> int:
+    def planned_with(found: Scheduled) -> int:
         _move(graph, found.schedule, collectives, segments)
         _place_carried(graph)
-        return _planned_bytes(graph, context, others) - budget
+        return _planned_bytes(graph, context, others)
 
     limit = max(budget, least)
     for _ in range(_ATTEMPTS):
         found = find_schedule(tasks, limit)
-        excess = excess_with(found)
-        if excess <= 0 or limit == least:
+        planned = planned_with(found)
+        if planned <= budget or limit == least:
             break
-        limit = max(min(limit, found.timeline.peak_bytes) - excess, least)
-    if excess > most - budget and context.memory_budget is not None:
+        limit = max(min(limit, found.timeline.peak_bytes) - (planned - budget), least)
+    if context.memory_budget is not None and planned > context.memory_budget:
         found = synchronous_schedule(tasks)
-        excess = excess_with(found)
-        if excess > most - budget:
+        planned = planned_with(found)
+        if planned > context.memory_budget:
             _refuse(tasks, context)
     schedule = launched_early(tasks, found.schedule)
     early = Scheduled(schedule, simulate(tasks, schedule), found.bound)
-    if excess_with(early) <= excess:
+    if planned_with(early) <= planned:
         return early
-    excess_with(found)
+    planned_with(found)
     return found
 
 
@@ -124,7 +123,7 @@ def _place_carried(graph: fx.Graph) -> None:
 
 
 def _planned_bytes(graph: fx.Graph, context: CompileContext, others: Sequence[Need]) -> int:
-    """What a step will take: slots of all its graphs, and the fullest moment of any, and what there is beside them."""
+    """What a step will take: slots of its graphs, the fullest moment of any, and what there is all the time."""
     slots, peak = _taken(graph, context)
     pooled = pooled_bytes([*(other.slots for other in others), slots])
     fullest = max([peak, *(other.peak for other in others)])

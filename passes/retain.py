@@ -38,7 +38,7 @@ def retain(
 
     Args:
         gm: the joint graph.
-        context: ``kept``, ``carried``, ``saved``, ``needs`` and ``left_bytes`` are set.
+        context: ``kept``, ``carried``, ``saved`` and ``needs`` are set.
         mark: the passes that say what the backward repeats.
         cut: the partitioner.
 
@@ -67,7 +67,6 @@ def retain(
     kept, context.carried = agreed_units(again, context.kept, _to_carry(step, context), context)
     if kept != context.kept:
         halves, step = cut_keeping(sorted(kept))
-    context.left_bytes = step.forward.left
     context.needs = step.needs(context.carried)
     context.saved = _saved(halves[0].graph)
     return halves

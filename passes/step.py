@@ -20,7 +20,7 @@ from ..torch_internals import graph_module
 from .assign import Lifetime, lifetimes, slots_for
 from .context import CompileContext, Need, Part, Use, marked_buffer
 from .expand import expand
-from .memory import left_bytes, live_bytes
+from .memory import live_bytes
 from .overlap import room_ahead
 from .sink import sink
 from .tasks import Collective, collectives_of, segments_of, task_graph
@@ -38,7 +38,6 @@ class Half:
     Attributes:
         part: which it is.
         live: bytes outside slots, node by node.
-        left: bytes outside slots that it leaves, apart from its inputs.
         buffers: what will lie in slots, unless it is kept.
         collectives: in the order of ``tasks.transfers``.
         tasks: the task graph, its computation with no memory but dequantized parameters. None for a graph with no
@@ -48,7 +47,6 @@ class Half:
 
     part: Part
     live: tuple[int, ...]
-    left: int
     buffers: tuple[Lifetime, ...]
     collectives: tuple[Collective, ...]
     tasks: TaskGraph | None
@@ -198,11 +196,9 @@ def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:
     collectives = collectives_of(gm.graph)
     segments = segments_of(gm.graph, collectives)
     buffers = lifetimes(gm.graph)
-    in_slots = {lifetime.node for lifetime in buffers}
     return Half(
         part,
-        tuple(live_bytes(gm.graph, context, part, in_slots)),
-        left_bytes(gm.graph, in_slots),
+        tuple(live_bytes(gm.graph, context, part, {lifetime.node for lifetime in buffers})),
         tuple(buffers),
         tuple(collectives),
         task_graph(gm.graph, context, collectives, segments, 0) if segments else None,

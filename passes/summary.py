@@ -100,6 +100,7 @@ class Summary:
         entries: what it moves for communication, and the buffers it allocates for that.
         slots: static memory that it takes, shared with other graphs.
         peak: its fullest moment.
+        left_bytes: that it leaves in memory, apart from its inputs.
         prediction: its time, and what of its communication is exposed.
     """
 
@@ -108,6 +109,7 @@ class Summary:
     entries: tuple[Entry, ...]
     slots: tuple[SlotUse, ...]
     peak: Peak
+    left_bytes: int
     prediction: Prediction
 
     def nbytes(self, *kinds: Kind) -> int:

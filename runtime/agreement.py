@@ -55,12 +55,12 @@ class Life:
     Attributes:
         graphs: meshes, by name, and the collectives of graphs that they have agreed on.
         gradients: by a unit's layout, the sets of parameters that agreed graphs compute gradients for.
-        answers: by ranks and question, what a rank has decided alone.
+        answers: by question, what a rank has decided alone.
     """
 
     graphs: set[tuple[str, ...]] = field(default_factory=set)
     gradients: dict[str, set[frozenset[int]]] = field(default_factory=dict)
-    answers: dict[tuple[int, str], str] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
     _prefixes: dict[str, str] = field(default_factory=dict)
     _exchanges: Counter[str] = field(default_factory=Counter)
 
@@ -159,8 +159,7 @@ def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
     again in the backward must save what it saved before.
     """
     if mesh.size() == 1 or dist.get_backend() == "fake":
-        answers = life().answers
-        return lambda question, answer: answers.setdefault((mesh.size(), question), answer)
+        return life().answers.setdefault
     store, prefix = default_store(), f"{life().prefix(mesh)}/decided"
 
     def decide(question: str, answer: str) -> str:

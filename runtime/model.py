@@ -73,6 +73,11 @@ class Beside:
     kept: int = 0
     last: bool = True
 
+    @property
+    def standing(self) -> int:
+        """What is there all the time: the same on every rank."""
+        return self.shards + self.accumulated
+
 
 def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
     """What there is beside a graph that is about to be compiled.

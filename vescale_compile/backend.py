@@ -93,7 +93,7 @@ def vescale(
     check_agreement(captured, read.deadline)
     if on_compiled is not None:
         on_compiled(report)
-    budget = read.budget_bytes
+    budget = captured.context.memory_budget
     return CompiledGraph(captured, run, read.deadline, None if budget is None else budget - report.planned_bytes).call
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch._dynamo.exc import RestartAnalysis
 
 from .capture import Capture, CapturedUnit, given_bytes
-from .passes.context import GraphError
+from .passes.context import GraphError, Part
 from .quantities import size_text
 from .runtime.agreement import agree_on_buffers, agree_on_graph, tell_of_failure
 from .runtime.boundary import binding_of, flat_input
@@ -39,7 +39,8 @@ class CompiledGraph:
         for ordinal in gradients:
             add_graph(captured.units[ordinal].layout, self._with_gradient[ordinal])
         self._others = captured.others
-        self._left = captured.context.left_bytes
+        forward = captured.context.summaries.get(Part.FORWARD)
+        self._left = forward.left_bytes if forward is not None else 0
         self._run = run
         self._deadline = deadline
         self._spare = spare

@@ -88,7 +88,7 @@ class GraphReport:
     def planned_bytes(self) -> int:
         """``peak_bytes`` but for what forwards before the graph keep, which is what a memory budget is held against."""
         fullest = max(part.peak.nbytes for part in self.parts.values())
-        return self.shard_bytes + self.beside.shards + self.beside.accumulated + self.slot_bytes + fullest
+        return self.shard_bytes + self.beside.standing + self.slot_bytes + fullest
 
     @property
     def predicted_seconds(self) -> float:

@@ -146,10 +146,10 @@ def _published_schedule(graph: TaskGraph, cluster: Cluster, budget: int | None, 
     except BudgetError as error:
         least = error.least_bytes
         if budget is None:
-            told = f"a device has {size_text(whole or 0)}, but a step takes at least {size_text(least)}, "
+            told = f"a device has {size_text(whole or 0)}, but a step needs at least {size_text(least)}, "
             told += f"{size_text(states)} of it the optimizer's states. More ranks have less each"
         else:
-            told = f"--budget is {size_text(budget)}, but a step takes at least {size_text(least - states)}, "
+            told = f"--budget is {size_text(budget)}, but a step needs at least {size_text(least - states)}, "
             told += f"the optimizer's states ({size_text(states)}) apart"
         raise BudgetError(told, least) from error
 
