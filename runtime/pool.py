@@ -117,7 +117,8 @@ class StepSlots:
 
 
 def with_fresh_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
-    """:meth:`StepSlots.add` without the pool: for tensors that only have shapes, which no other graph may be given."""
+    """:meth:`StepSlots.add` without the pool: for graphs that are run once, and for tensors that only have shapes,
+    which no other graph may be given."""
 
     def call(args: list[Any]) -> Any:
         args.extend(torch.empty(spec.numel, dtype=spec.dtype, device=spec.device) for spec in specs)

@@ -120,14 +120,21 @@ def on_ranks(*world_sizes: int, deadline_s: float = DEFAULT_DEADLINE_S) -> Calla
 
 
 def run_command(*arguments: str, deadline_s: float) -> subprocess.CompletedProcess[str]:
-    """``python -m vescale_compile ARGUMENTS`` in a process that has imported PyTorch already: forked from the server.
+    """``python -m vescale_compile ARGUMENTS`` in a process that has imported PyTorch already: see `run_forked`."""
+    return run_forked(_command, arguments, deadline_s=deadline_s)
+
+
+def run_forked(
+    main: Callable[[tuple[str, ...]], object], arguments: tuple[str, ...], *, deadline_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Ends with the status that ``main(arguments)`` exits with or returns, in a process forked from the server.
 
     Raises subprocess.TimeoutExpired, having killed it and the ranks that it started, after `deadline_s` seconds.
     """
     _start_server()
     with tempfile.TemporaryDirectory(prefix="command-") as directory:
         output, errors = Path(directory, "stdout"), Path(directory, "stderr")
-        process = _context.Process(target=_run_command, args=(arguments, output, errors))
+        process = _context.Process(target=_run_main, args=(main, arguments, output, errors))
         process.start()
         process.join(deadline_s)
         if process.exitcode is None:
@@ -137,9 +144,15 @@ def run_command(*arguments: str, deadline_s: float) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text(), errors.read_text())
 
 
-def _run_command(arguments: tuple[str, ...], output: Path, errors: Path) -> None:
+def _command(arguments: tuple[str, ...]) -> int:
     from vescale_compile.__main__ import main
 
+    return main(arguments)
+
+
+def _run_main(
+    main: Callable[[tuple[str, ...]], object], arguments: tuple[str, ...], output: Path, errors: Path
+) -> None:
     os.setsid()  # the ranks that it starts are in its group
     for path, stream in ((output, sys.stdout), (errors, sys.stderr)):
         with open(path, "w") as file:

@@ -69,7 +69,8 @@ def vescale(
         on_compiled: called with what is known of the compiled graph, before it first runs.
         on_graph: called with each final graph, after all passes and before it is lowered.
         generate_code: False ends before Inductor would write kernels, and runs the graphs that it would have got
-            operator by operator, on memory of their own: for tensors that only have shapes.
+            operator by operator, on memory of their own: for who only wants to see them, and for tensors that only
+            have shapes.
 
     Raises:
         ValueError: an option that does not exist, or has an impossible value.

@@ -17,8 +17,9 @@ from .runtime.crossing import forget_carried
 def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """Compiles a sharded model and reports what its graphs do: schedule, slots, memory, communication and copies.
 
-    It calls the compiled model once, on the arguments given, so every rank of the mesh must call it. Nothing is
-    trained: gradients, parameters and random state stay as they are.
+    It runs the forward once, on the arguments given, so every rank of the mesh must call it; operator by operator, for
+    Inductor would take most of the time to write kernels that the report says nothing of. Nothing is trained:
+    gradients, parameters and random state stay as they are.
 
     Args:
         model: a module that ``fully_shard`` was called on, compiled or not.
@@ -30,7 +31,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     """
     graphs: list[GraphReport] = []
     module = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
-    backend = functools.partial(vescale, options=options, on_compiled=graphs.append)
+    backend = functools.partial(vescale, options=options, on_compiled=graphs.append, generate_code=False)
     devices = {param.device for param in module.parameters() if param.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         torch.compile(module, backend=backend)(*args, **kwargs)

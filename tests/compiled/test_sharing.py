@@ -84,8 +84,9 @@ def test_messages_of_cpus_are_not_shared():
     assert not any("with the next" in event for part in graph.parts.values() for event in part.schedule)
 
 
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lowering", "dtype"), [("eager", None), ("eager", torch.bfloat16), ("inductor", torch.bfloat16)]
+)
 @on_ranks(2, deadline_s=300)
 def test_training_is_the_same_with_shared_collectives(lowering, dtype):
     """Over the backend's own collectives, which those of a GPU are."""

@@ -20,6 +20,12 @@ WORLD = 2
 SHAPES = [(33, 70), (5,), (40, 48), (3, 20, 48)]
 COMPILED = [Kernels.LINES, Kernels.TABLES]
 FORMATS = [vc.BlockInt8(32), vc.BlockFP8((4, 16)), vc.MXFP8()]
+# Each takes seconds to compile: every two of a format, kernels and a dtype are together, but not all three.
+IN_PAIRS = [
+    (quantizer, kernels, dtype)
+    for number, quantizer in enumerate(FORMATS)
+    for kernels, dtype in zip(COMPILED, [torch.float32, torch.bfloat16][:: (-1) ** number], strict=True)
+]
 
 
 def packed_form(quantizer: BlockQuantizer, dtype: torch.dtype = torch.float32) -> tuple[Packing, Tensor]:
@@ -74,9 +80,7 @@ def test_a_rank_computes_its_own_part_of_the_whole(quantizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", COMPILED)
-@pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("quantizer", "kernels", "dtype"), IN_PAIRS, ids=str)
 def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
     generated(quantizer, kernels)
     packing, buffer = packed_form(quantizer, dtype)
