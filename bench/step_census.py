@@ -70,7 +70,7 @@ def _key(kind: Kind, where: Where, of_unit: Where, units: Sequence[str]) -> Key:
     """Of what happens at one place, for the unit that the operator of another names."""
     unit = next(value for value in of_unit.operator.typed[1].inputs if isinstance(value, int))
     # What the forward carries over is the backward's gather.
-    carried = where.operator is not None and where.operator.name == f"{OURS}carry_all_gather"
+    carried = where.operator is not None and where.operator.name.startswith(f"{OURS}carry_all_gather")
     part = Part.BACKWARD if where.backward or carried else Part.FORWARD
     return part, kind, _direction(of_unit), units[unit]
 

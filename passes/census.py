@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..runtime import leaving, quantized_ops
+from ..runtime import crossing, leaving, quantized_ops
 from .aliases import bases_of
 from .context import (
     ALL_GATHER,
@@ -37,6 +37,7 @@ _TO_SHARD = "to the shard's dtype"
 # Where each names its unit.
 _QUANTIZED = {
     quantized_ops.start_all_gather_quantized: 2,
+    crossing.take_all_gather_quantized: 2,
     quantized_ops.dequantize: 2,
     quantized_ops.start_reduce_scatter_quantized: 4,
     quantized_ops.wait_reduce_scatter_quantized: 3,
@@ -97,7 +98,7 @@ def _quantized(node: fx.Node, context: CompileContext) -> Iterator[Entry]:
     nbytes = [nbytes_of(arg) for arg in node.all_input_nodes]
     unit = context.units[cast(int, node.args[_QUANTIZED[cast(OpOverload, node.target)]])]
     match node.target:
-        case quantized_ops.start_all_gather_quantized:
+        case quantized_ops.start_all_gather_quantized | crossing.take_all_gather_quantized:
             own = nbytes[1] // unit.comm.world_size
             yield Entry(Kind.ALL_GATHER, Direction.GATHER, unit.name, nbytes[1], "codes and scales of parameters")
             yield Entry(Kind.CAST, Direction.GATHER, unit.name, own, "the shard, quantized into its place")

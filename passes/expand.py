@@ -4,7 +4,8 @@ An all-gather becomes memory for the unsharded parameters, which everything that
 reduce-scatter becomes memory for this rank's part, and for what the reduction needs besides. A gather takes the
 shard in its own dtype: the cast to the buffer's, if there is one, is the collective's, into this rank's place there.
 
-A carried unit's gather for the backward is launched at the end of the forward, and taken over in the backward.
+A carried unit's gather for the backward is launched at the end of the forward, and taken over in the backward; that of
+a quantized unit with its codes and scales, which are dequantized there.
 
 A gather of quantized parameters goes into a buffer of codes and scales, its launch quantizes the shard, and what read
 its result reads memory that one more node fills: it dequantizes the whole unit, where it is first needed. A reduction
@@ -13,10 +14,12 @@ of quantized gradients has two such buffers, for what this rank sends and for wh
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ..runtime import crossing, ops, quantized_ops
 from .aliases import bases_of
@@ -38,28 +41,66 @@ def expand(gm: fx.GraphModule, context: CompileContext) -> None:
             _expand_quantized_reduction(node, context)
 
 
+@dataclass(frozen=True)
+class _Gather:
+    """The operators of a gather: launched and waited for in one graph, or carried from the forward to the backward."""
+
+    start: OpOverload
+    carry: OpOverload
+    take: OpOverload
+
+
+_PLAIN = _Gather(ops.start_all_gather, crossing.carry_all_gather, crossing.take_all_gather)
+_QUANTIZED = _Gather(
+    quantized_ops.start_all_gather_quantized,
+    crossing.carry_all_gather_quantized,
+    crossing.take_all_gather_quantized,
+)
+
+
 def _expand_gather(node: fx.Node, context: CompileContext) -> None:
-    graph, value = node.graph, node.meta["val"]
+    value = node.meta["val"]
     args: tuple[Any, ...] = node.args
     source, unit, _, group = args
     shard = source.args[0] if source.target in CASTS else source
-    carried = unit in context.carried
-    taken = group if carried and context.part is Part.BACKWARD else ""
-    with graph.inserting_before(node):
-        full = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit, taken))
-        if taken:
-            call(graph, crossing.take_all_gather, shard, full, unit, group, mark=Comm(ALL_GATHER, Role.TAKE, unit))
-        else:
-            call(graph, ops.start_all_gather, shard, full, unit, group, mark=Comm(ALL_GATHER, Role.LAUNCH, unit))
-            call(graph, ops.wait_all_gather, full, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
-    if carried and context.part is Part.FORWARD:
-        with graph.inserting_before(next(iter(reversed(graph.nodes)))):
-            ahead = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit, group))
-            call(graph, crossing.carry_all_gather, shard, ahead, unit, group, mark=Comm(ALL_GATHER, Role.CARRY, unit))
+    buffer = Buffer(Use.PARAMETERS, unit)
+    full = _gathered(node, _PLAIN, (shard, unit, group), value.numel(), value.dtype, buffer, context)
     node.replace_all_uses_with(full)
-    graph.erase_node(node)
+    node.graph.erase_node(node)
     if shard is not source and not source.users:
-        graph.erase_node(source)
+        node.graph.erase_node(source)
+
+
+def _gathered(
+    node: fx.Node,
+    operators: _Gather,
+    args: tuple[Any, ...],
+    numel: int,
+    dtype: torch.dtype,
+    buffer: Buffer,
+    context: CompileContext,
+) -> fx.Node:
+    """Inserts a gather in front of ``node``; returns the memory that it fills."""
+    graph, value = node.graph, node.meta["val"]
+    shard, unit, group, *rest = args
+    carried = unit in context.carried
+    over = replace(buffer, carried=group)
+
+    def insert(operator: OpOverload, role: Role, buffer: Buffer) -> fx.Node:
+        memory = allocate(graph, numel, like=value, dtype=dtype, mark=buffer)
+        call(graph, operator, shard, memory, unit, group, *rest, mark=Comm(ALL_GATHER, role, unit))
+        return memory
+
+    with graph.inserting_before(node):
+        if carried and context.part is Part.BACKWARD:
+            memory = insert(operators.take, Role.TAKE, over)
+        else:
+            memory = insert(operators.start, Role.LAUNCH, buffer)
+            call(graph, ops.wait_all_gather, memory, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
+    if carried and context.part is Part.FORWARD:
+        with graph.inserting_before(graph.output_node()):
+            insert(operators.carry, Role.CARRY, over)
+    return memory
 
 
 def _expand_reduction(node: fx.Node, context: CompileContext) -> None:
@@ -82,14 +123,9 @@ def _expand_quantized_gather(node: fx.Node, context: CompileContext) -> None:
     args: tuple[Any, ...] = node.args
     shard, unit, _, group, _, packing = args
     compiled = context.lowering is Lowering.INDUCTOR
-    launch, wait = (Comm(ALL_GATHER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
+    nbytes, buffer = context.units[unit].comm.packed_bytes, Buffer(Use.PACKED, unit)
+    packed = _gathered(node, _QUANTIZED, (shard, unit, group, packing, compiled), nbytes, torch.uint8, buffer, context)
     with graph.inserting_before(node):
-        nbytes = context.units[unit].comm.packed_bytes
-        packed = allocate(graph, nbytes, like=value, dtype=torch.uint8, mark=Buffer(Use.PACKED, unit))
-        call(
-            graph, quantized_ops.start_all_gather_quantized, shard, packed, unit, group, packing, compiled, mark=launch
-        )
-        call(graph, ops.wait_all_gather, packed, unit, mark=wait)
         full = allocate(graph, value.numel(), like=value, mark=Buffer(Use.PARAMETERS, unit))
         call(graph, quantized_ops.dequantize, packed, full, unit, packing, compiled)
     node.replace_all_uses_with(full)

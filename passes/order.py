@@ -8,6 +8,7 @@ that writes the slot.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -77,6 +78,9 @@ def _reads_before_writes(graph: fx.Graph) -> Pairs:
 
 
 def _is_library_call(node: fx.Node) -> bool:
+    """Whether Inductor calls an operator of a library there, or may: it adds up rows by atomic additions of its own, or
+    calls PyTorch's operator where those are missing (in bfloat16 on an A100, say) or not deterministic."""
     if node.op != "call_function" or is_view(node) or buffer_of(node) is not None:
         return False
-    return isinstance(node.target, OpOverload) and not generates_code_for(node.target)
+    adds_rows = node.target is torch.ops.aten.index_put_.default
+    return isinstance(node.target, OpOverload) and (adds_rows or not generates_code_for(node.target))

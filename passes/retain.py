@@ -80,9 +80,9 @@ def _saved(forward: fx.Graph) -> dict[str, int]:
 
 
 def _to_carry(step: Step, context: CompileContext) -> frozenset[int]:
-    """The units whose gather for the backward is launched in the forward: none that is quantized."""
+    """The units whose gather for the backward is launched in the forward."""
     first = step.first_gathered_again
-    if first is None or context.units[first].comm.packing:
+    if first is None:
         return frozenset()
     room = context.room(max(step.allowances.values()))
     return frozenset([first]) if step.planned(carried=frozenset([first])) <= room else frozenset()

@@ -70,14 +70,14 @@ class Half:
             fullest = max(fullest, live + held)
         return fullest
 
-    def slots(self, kept: frozenset[int]) -> tuple[SlotSpec, ...]:
-        """The slots of everything else, if nothing overlaps."""
-        outside = set(self._parameters(kept))
+    def slots(self, kept: frozenset[int], carried: frozenset[int] = _NONE) -> tuple[SlotSpec, ...]:
+        """The slots of everything else, if nothing overlaps; without those of units that are ``carried`` over to it."""
+        outside = {*self._parameters(kept), *self._received(carried)}
         return slots_for([lifetime for lifetime in self.buffers if lifetime not in outside])
 
     def slots_to_carry(self, carried: frozenset[int]) -> tuple[SlotSpec, ...]:
-        """The slots into which the parameters of units that this half gathers are carried over to it."""
-        found = ((each.node.meta["val"], marked_buffer(each.node).unit) for each in self._parameters(carried))
+        """The slots into which units that this half gathers are carried over to it."""
+        found = ((each.node.meta["val"], marked_buffer(each.node).unit) for each in self._received(carried))
         return tuple(SlotSpec(v.numel(), v.dtype, v.device, self.groups[unit]) for v, unit in found)
 
     def tasks_with(self, kept: frozenset[int], live: int) -> TaskGraph | None:
@@ -92,6 +92,11 @@ class Half:
                 transfers.append(replace(transfer, output_bytes=0))  # counted with what is live
         compute = tuple(replace(task, live_bytes=live + task.live_bytes) for task in self.tasks.compute)
         return TaskGraph(compute, tuple(transfers)) if transfers else None
+
+    def _received(self, units: frozenset[int]) -> list[Lifetime]:
+        """What the gathers of ``units`` fill: their parameters, or codes and scales of them."""
+        filled = {self.collectives[self.gathered[unit]].buffers[0] for unit in units}
+        return [lifetime for lifetime in self.buffers if lifetime.node in filled]
 
     def _parameters(self, kept: frozenset[int]) -> list[Lifetime]:
         marked = ((lifetime, marked_buffer(lifetime.node)) for lifetime in self.buffers)
@@ -123,7 +128,7 @@ class Step:
         carrying = self.backward.slots_to_carry(carried)
         return {
             Part.FORWARD: self.forward.slots(kept) + carrying,
-            Part.BACKWARD: self.backward.slots(kept | carried) + carrying,
+            Part.BACKWARD: self.backward.slots(kept, carried) + carrying,
         }
 
     def planned(self, kept: frozenset[int] = _NONE, carried: frozenset[int] = _NONE) -> int:

@@ -185,7 +185,8 @@ class _Execution:
         dequantizes = node.target is quantized_ops.dequantize and mark.use is Use.PARAMETERS
         if mark.use is not Use.GRADIENTS and not dequantizes:
             fail(self.context, node, f"writes to the {self._name(buffer)}")
-        if dequantizes and marked_buffer(self.bases[node.all_input_nodes[0]]) != Buffer(Use.PACKED, mark.unit):
+        source = marked_buffer(self.bases[node.all_input_nodes[0]]) if dequantizes else mark
+        if dequantizes and (source.use, source.unit) != (Use.PACKED, mark.unit):
             fail(self.context, node, f"the {self._name(buffer)} are dequantized from another buffer than theirs")
         if dequantizes and holder is buffer and state is _State.READY:
             fail(self.context, node, f"the {self._name(buffer)} are dequantized a second time")

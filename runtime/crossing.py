@@ -1,18 +1,22 @@
 """Gathers that the forward launches for the backward: in flight while the forward and the loss end.
 
 ``vescale::carry_all_gather`` launches one, into a slot that nothing else uses, and ``vescale::take_all_gather`` waits
-for it. A gather is a collective, so whether it is repeated must be the same on every rank: that follows from the order
-of forwards and backwards alone. The values of a shard can't say it. Not every write to them is counted by the tensor
-that is read here, and a rank that holds nothing of a unit may not write at all.
+for it; ``vescale::carry_all_gather_quantized`` and ``vescale::take_all_gather_quantized`` do so with codes and scales,
+which the backward dequantizes. A gather is a collective, so whether it is repeated must be the same on every rank: that
+follows from the order of forwards and backwards alone. The values of a shard can't say it. Not every write to them is
+counted by the tensor that is read here, and a rank that holds nothing of a unit may not write at all.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -20,6 +24,9 @@ from ..torch_internals import profiled_to_the_end, resolve_group
 from .agreement import Life, life
 from .collectives import Pending, start_all_gather
 from .ops import define
+from .quantized_ops import start_quantized_gather
+
+_Start = Callable[[Tensor, Tensor, dist.ProcessGroup], Pending]  # of a shard's gather into a buffer
 
 _RELIABLE = 2  # times in a row that a backward must follow its forward for gathers to be carried from one to the other
 
@@ -56,7 +63,7 @@ def _crossing_into(full: Tensor, group: str) -> _Crossing:
     return of_life[full.dtype, full.device, group]
 
 
-def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
+def _carry_into(full: Tensor, shard: Tensor, group: str, start: _Start) -> None:
     """Launches a gather that the backward takes.
 
     Where another forward comes before that backward (of a graph that serves several layers, say, or one whose loss was
@@ -69,14 +76,14 @@ def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
     crossing.finish()
     crossing.source = StorageWeakRef(shard.untyped_storage())
     if crossing.taken >= _RELIABLE:
-        crossing.pending = start_all_gather(shard, full, resolve_group(group))
+        crossing.pending = start(shard, full, resolve_group(group))
         crossing.full = full
         if profiled_to_the_end(full.device):
             crossing.pending.wait()
             crossing.pending = None
 
 
-def _take(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
+def _take_into(full: Tensor, shard: Tensor, group: str, start: _Start) -> None:
     """Waits for the gather that the last forward launched. If that forward was another's, or launched none, or its
     gather was taken before, the shard is gathered now."""
     crossing = _crossing_into(full, group)
@@ -85,7 +92,7 @@ def _take(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
     crossing.finish()
     crossing.taken += expected
     if carried is None:
-        start_all_gather(shard, full, resolve_group(group)).wait()
+        start(shard, full, resolve_group(group)).wait()
     elif carried.data_ptr() != full.data_ptr():  # a graph that wanted a larger slot has been called since
         full.copy_(carried)
 
@@ -97,8 +104,30 @@ def forget_carried() -> None:
             crossing.finish()
 
 
+def _carry(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
+    _carry_into(full, shard, group, start_all_gather)
+
+
+def _take(shard: Tensor, full: Tensor, unit: int, group: str) -> None:
+    _take_into(full, shard, group, start_all_gather)
+
+
+def _carry_quantized(shard: Tensor, packed: Tensor, unit: int, group: str, packing: str, compiled: bool) -> None:
+    _carry_into(packed, shard, group, partial(start_quantized_gather, packing=packing, compiled=compiled))
+
+
+def _take_quantized(shard: Tensor, packed: Tensor, unit: int, group: str, packing: str, compiled: bool) -> None:
+    _take_into(packed, shard, group, partial(start_quantized_gather, packing=packing, compiled=compiled))
+
+
+_QUANTIZED = "(Tensor shard, Tensor(a!) packed, int unit, str group, str packing, bool compiled) -> ()"
+
 define("carry_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _carry)
 define("take_all_gather(Tensor shard, Tensor(a!) full, int unit, str group) -> ()", _take)
+define(f"carry_all_gather_quantized{_QUANTIZED}", _carry_quantized)
+define(f"take_all_gather_quantized{_QUANTIZED}", _take_quantized)
 
 carry_all_gather = torch.ops.vescale.carry_all_gather.default
 take_all_gather = torch.ops.vescale.take_all_gather.default
+carry_all_gather_quantized = torch.ops.vescale.carry_all_gather_quantized.default
+take_all_gather_quantized = torch.ops.vescale.take_all_gather_quantized.default

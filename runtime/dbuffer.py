@@ -322,13 +322,17 @@ def _zero(flat: Tensor, start: int, stop: int) -> None:
 
 
 def _add(total: Tensor, of_total: set[int], grad: Tensor, indices: set[int], places: Sequence[tuple[int, int]]) -> None:
-    """Adds flat gradients in place. What lies outside the places of their parameters is undefined, in both."""
+    """Adds flat gradients in place, in one kernel, or one for what both have and one for what is new. What lies outside
+    the places of their parameters is undefined, in both."""
     if indices == of_total:
         total.add_(grad)
         return
-    for index in sorted(indices):
-        target, source = (flat.narrow(0, *places[index]) for flat in (total, grad))
-        if index in of_total:
-            target.add_(source)
-        else:
-            target.copy_(source)
+
+    def parts(flat: Tensor, which: set[int]) -> list[Tensor]:
+        return [flat.narrow(0, *places[index]) for index in sorted(which)]
+
+    both, new = indices & of_total, indices - of_total
+    if both:
+        torch._foreach_add_(parts(total, both), parts(grad, both))
+    if new:
+        torch._foreach_copy_(parts(total, new), parts(grad, new))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals import resolve_group
-from .collectives import average_replicas, start_all_to_all, start_gather_in_place
+from .collectives import Pending, average_replicas, start_all_to_all, start_gather_in_place
 from .ops import define, in_flight_on, launched, replicas_of
 from .packing import Packing, StochasticQuantizer, packing_named
 from .quantizing import Kernels, average_into, dequantize_into, quantize_into
@@ -34,23 +34,24 @@ def _all_gather(shard: Tensor, unit: int, world_size: int, group: str, dtype: to
     """Gathers ``shard`` [S] of every rank, quantized, into [world_size * S] of ``dtype``."""
     packed = shard.new_empty(packing_named(packing).nbytes, dtype=torch.uint8)
     full = shard.new_empty(shard.numel() * world_size, dtype=dtype)
-    _quantize_own(shard, packed, resolve_group(group), packing, False)
-    start_gather_in_place(packed, resolve_group(group)).wait()
+    start_quantized_gather(shard, packed, resolve_group(group), packing, False).wait()
     _dequantize(packed, full, unit, packing, False)
     return full
 
 
-@torch.no_grad()
 def _start_gather(shard: Tensor, packed: Tensor, unit: int, group: str, packing: str, compiled: bool) -> None:
-    ranks = resolve_group(group)
-    _quantize_own(shard, packed, ranks, packing, compiled)
-    launched(packed, start_gather_in_place(packed, ranks))
+    launched(packed, start_quantized_gather(shard, packed, resolve_group(group), packing, compiled))
 
 
-def _quantize_own(shard: Tensor, packed: Tensor, group: dist.ProcessGroup, name: str, compiled: bool) -> None:
-    packing = packing_named(name)
-    own = packed.narrow(0, group.rank() * packing.part, packing.part)
-    quantize_into(packing, group.rank(), shard, own, Kernels.on(shard.device, compiled))
+@torch.no_grad()
+def start_quantized_gather(
+    shard: Tensor, packed: Tensor, group: dist.ProcessGroup, packing: str, compiled: bool
+) -> Pending:
+    """Quantizes ``shard`` [S] into this rank's place in ``packed``, and launches the gather of all ranks' places."""
+    known = packing_named(packing)
+    own = packed.narrow(0, group.rank() * known.part, known.part)
+    quantize_into(known, group.rank(), shard, own, Kernels.on(shard.device, compiled))
+    return start_gather_in_place(packed, group)
 
 
 @torch.no_grad()

@@ -100,40 +100,42 @@ def average_into(packing: Packing, rank: int, parts: Sequence[Tensor], shard: Te
         shard: takes the average, [S].
         kernels: how it is computed.
     """
-    at_once = len(parts) <= _PARTS_AT_ONCE
-    total = shard if at_once or shard.dtype == torch.float32 else torch.empty_like(shard, dtype=torch.float32)
+    before: Tensor | None = None
     for first in range(0, len(parts), _PARTS_AT_ONCE):
         some = parts[first : first + _PARTS_AT_ONCE]
         last = first + _PARTS_AT_ONCE >= len(parts)
-        divisor = torch.tensor(float(len(parts) if last else 1), device="cpu")
-        _add_parts(packing, rank, some, total, divisor, kernels, first > 0)
+        total = shard if last else torch.empty_like(shard, dtype=torch.float32)
+        _sum_parts(packing, rank, before, some, len(parts) if last else 1, total, kernels)
+        before = total
     others = packing.table(others_of, rank, shard.device)
     if others.elements.numel():
         values = (part.view(packing.dtype).index_select(0, others.places).float() for part in parts)
-        total.index_copy_(0, others.elements, (functools.reduce(torch.add, values) / len(parts)).to(total.dtype))
-    if total is not shard:
-        shard.copy_(total)
+        shard.index_copy_(0, others.elements, (functools.reduce(torch.add, values) / len(parts)).to(shard.dtype))
 
 
-def _add_parts(
+def _sum_parts(
     packing: Packing,
     rank: int,
+    before: Tensor | None,
     parts: Sequence[Tensor],
+    divide_by: int,
     total: Tensor,
-    divisor: Tensor,
     kernels: Kernels,
-    accumulate: bool,
 ) -> None:
-    """``total = (total + parts) / divisor``, or without ``total`` on the right."""
+    """``total = (before + parts) / divide_by``. Not in place: a kernel that reads what it writes would be split in two,
+    with all that it has read, and where, in memory between them."""
+    # On a GPU, PyTorch's own kernels would multiply by the reciprocal of a number on the CPU.
+    divisor = torch.full((), float(divide_by), device=total.device if kernels is Kernels.EAGER else "cpu")
     stored = [_stored_scales(part, packing.quantizer) for part in parts]
-    rest, flats = (divisor, accumulate), (total, *parts)
+    sums = [] if before is None else [before]
+    rest, flats = (divisor, len(sums)), (total, *sums, *parts)
     _run_on_strips(_sum_strips, kernels, lines_of, packing, rank, rest, flats, stored)
     for r in _without_strips(packing, rank, total.device, kernels):
-        before = r.elements(total)
-        terms = [
+        terms = [r.elements(each) for each in sums]
+        terms += [
             _decoded(packing.quantizer, r.codes(part), r.scales(each)) for part, each in zip(parts, stored, strict=True)
         ]
-        before.copy_(_mean(before if accumulate else None, terms, divisor))
+        r.elements(total).copy_(_mean(terms, divisor))
 
 
 def _stored_scales(packed: Tensor, quantizer: Quantizer) -> Tensor:
@@ -266,17 +268,18 @@ def _sum_strips(
     blocks: int,
     strips: Tensor,
     divisor: Tensor,
-    accumulate: bool,
+    sums: int,
     total: Tensor,
-    *parts: Tensor,
+    *flats: Tensor,
 ) -> None:
     at = _Places.of(strips, tile, blocks)
-    half = len(parts) // 2  # all codes, and then all scales
-    terms = [
+    half = (len(flats) - sums) // 2  # behind the sums all codes, and then all scales
+    terms = [_read(flat, at.elements) for flat in flats[:sums]]
+    terms += [
         _decoded(quantizer, _read(codes, at.codes), _read(stored, at.scales))
-        for codes, stored in zip(parts[:half], parts[half:], strict=True)
+        for codes, stored in zip(flats[sums:-half], flats[-half:], strict=True)
     ]
-    _write(total, at.elements, _mean(_read(total, at.elements) if accumulate else None, terms, divisor))
+    _write(total, at.elements, _mean(terms, divisor))
 
 
 # The arithmetic, of blocks in the last two dimensions.
@@ -298,9 +301,8 @@ def _decoded(quantizer: Quantizer, codes: Tensor, stored: Tensor) -> Tensor:
     return quantizer.decode(codes.to(torch.int32), stored.to(torch.int32))
 
 
-def _mean(total: Tensor | None, terms: Sequence[Tensor], divisor: Tensor) -> Tensor:
-    before = [] if total is None else [total]
-    return functools.reduce(torch.add, [*before, *terms]) / divisor
+def _mean(terms: Sequence[Tensor], divisor: Tensor) -> Tensor:
+    return functools.reduce(torch.add, terms) / divisor
 
 
 def _uniform(places: Tensor, key: Tensor) -> Tensor:

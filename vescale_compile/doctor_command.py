@@ -97,6 +97,7 @@ def _measure_as_rank(local_rank: int, path: Path, local_ranks: int, rendezvous: 
         rank=-1 if rendezvous is None else local_rank,
         world_size=-1 if rendezvous is None else local_ranks,
         timeout=_TIMEOUT,
+        device_id=torch.device("cuda", local_rank) if on_gpu else None,
     )
     measured = calibrate("cuda" if on_gpu else "cpu")
     if dist.get_rank() == 0:

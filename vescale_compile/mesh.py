@@ -68,7 +68,8 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
     Raises:
         RuntimeError: there is no process group.
         TypeError: not a mesh.
-        ValueError: a mesh of three or more dimensions, of two without names, or without this rank.
+        ValueError: a mesh of three or more dimensions, of two without names, or without this rank; or one on a device
+            that its process group can't communicate from.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -87,6 +88,7 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"{where}does not have this rank; call fully_shard on the ranks of the mesh alone")
+    _check_communicates(mesh, where)
     if mesh.ndim == 1:
         return DataParallelMesh(mesh, mesh)
     names = mesh.mesh_dim_names
@@ -96,6 +98,17 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
         )
     return DataParallelMesh(mesh, mesh[names[1]])
+
+
+def _check_communicates(mesh: DeviceMesh, where: str) -> None:
+    backends = dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
+    device = mesh.device_type
+    if device not in {pair.split(":")[0] for pair in backends.split(",")}:
+        raise ValueError(
+            f"{where}is on {device}, and its process group communicates from other devices ({backends}). Move the "
+            f"module to one of them first, or call init_process_group with a backend for {device} too, such as "
+            "'cpu:gloo,cuda:nccl'"
+        )
 
 
 def _device_type(module: nn.Module) -> str:

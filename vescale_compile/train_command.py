@@ -203,6 +203,7 @@ def _train_as_rank(
         rank=-1 if rendezvous is None else local_rank,
         world_size=-1 if rendezvous is None else local_ranks,
         timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if device_type == "cuda" else None,
     )
     try:
         train(settings, device)

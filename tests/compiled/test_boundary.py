@@ -32,10 +32,10 @@ def usual():
         return explained()
 
 
-def compiled(seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
+def compiled(seed: int = 0, **shard_options) -> tuple[torch.nn.Module, torch.nn.Module]:
     torch._dynamo.reset()
     crossing.forget_carried()
-    model = vc.fully_shard(models.build(models.Uneven, seed))
+    model = vc.fully_shard(models.build(models.Uneven, seed), **shard_options)
     return model, torch.compile(model, backend="vescale", options=OPTIONS)
 
 
@@ -107,15 +107,33 @@ def test_where_the_budget_has_no_room_for_it_nothing_is_carried(usual):
     assert CARRY not in tight.parts[Part.FORWARD].schedule
 
 
+@pytest.mark.parametrize(("quantizer", "suffix"), [(None, ""), (vc.BlockInt8(8), "_quantized")], ids=repr)
 @on_ranks(2)
-def test_each_step_carries_one_gather_and_waits_for_it_in_the_backward():
-    _, call = compiled()
+def test_each_step_carries_one_gather_and_waits_for_it_in_the_backward(quantizer, suffix):
+    _, call = compiled(quantize=quantizer)
     data = models.batches(3, 11)
     call(*data[0]).backward()
     for batch in data[1:]:
         ran = events(lambda batch=batch: call(*batch).backward())
-        assert ran.count("vescale::carry_all_gather") == ran.count("vescale::take_all_gather") == 1
+        assert ran.count(f"vescale::carry_all_gather{suffix}") == ran.count(f"vescale::take_all_gather{suffix}") == 1
         assert ran.count("c10d::send") == 3 * UNITS
+
+
+@on_ranks(2)
+def test_codes_that_were_carried_for_another_forward_are_gathered_again():
+    """After a forward whose loss was dropped, what it carried is of the old values."""
+    model, call = compiled(quantize=vc.BlockInt8(8))
+    data = models.batches(2, 11)
+    call(*data[0])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    call(*data[1]).backward()
+    found = gradients(model)
+    model.zero_grad()
+    crossing.forget_carried()
+    call(*data[1]).backward()
+    assert all(torch.equal(*pair) for pair in zip(found, gradients(model), strict=True))
 
 
 @on_ranks(2)

@@ -285,6 +285,15 @@ def test_errors_say_what_to_do(make, error, message):
         make()
 
 
+def test_a_model_on_a_device_that_the_process_group_can_not_communicate_from(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    with (
+        fake_world(4),
+        pytest.raises(ValueError, match=r"\[rank 0\].* is on cpu, and .*\(cuda:nccl\)\. Move the module"),
+    ):
+        vc.fully_shard(small())
+
+
 def test_a_parameter_in_two_meshes():
     with fake_world(4):
         model = small()

@@ -7,6 +7,7 @@ import re
 import models
 import pytest
 import torch
+from handmade import Graph
 from ranks import fake_world
 from torch import fx
 from written import code_written_for
@@ -15,7 +16,7 @@ import vescale_compile as vc
 from vescale_compile import inductor_order
 from vescale_compile.backend import vescale
 from vescale_compile.passes import ordered_nodes
-from vescale_compile.passes.context import comm_of
+from vescale_compile.passes.context import Use, comm_of
 from vescale_compile.torch_internals import generates_code_for
 
 
@@ -49,6 +50,17 @@ def test_an_operator_without_a_result_that_another_must_follow_is_behind_a_node_
         without_result = {before for before, _ in pairs if before.meta.get("val") is None}
         assert without_result
         assert without_result <= {after for _, after in pairs}
+
+
+def test_rows_are_added_up_in_a_slot_when_what_it_held_before_was_read():
+    """By generated code or, where atomic additions are missing, by a library call that nothing else would hold back."""
+    graph = Graph()
+    read = graph.read(graph.gather(graph.buffer(slot=True)))
+    gradients = graph.buffer(Use.GRADIENTS, slot=True)
+    indices, rows = graph.placeholder("indices", 1), graph.placeholder("rows", 1)
+    added = graph.call(torch.ops.aten.index_put_.default, gradients, [indices], rows, True)
+    graph.graph.output((read, graph.reduce(gradients)))
+    assert (read, added) in ordered_nodes(graph.graph)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 import vescale_compile as vc
 from vescale_compile.quantize import BlockQuantizer
+from vescale_compile.runtime import quantizing
 from vescale_compile.runtime.block_places import full_width_strips_of
 from vescale_compile.runtime.packing import Packing
 from vescale_compile.runtime.quantizing import Kernels, average_into, dequantize_into, quantize_into
@@ -97,12 +98,14 @@ def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", COMPILED)
-def test_compiled_kernels_round_and_average_alike(kernels):
+def test_compiled_kernels_round_and_average_alike(kernels, monkeypatch):
+    """Of more ranks than a kernel sums at a time, twice."""
+    monkeypatch.setattr(quantizing, "_PARTS_AT_ONCE", 2)
     packing, buffer = packed_form(vc.BlockInt8(32))
     found = []
     for way in (Kernels.EAGER, kernels):
         parts = []
-        for number in range(10):
+        for number in range(5):
             packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
             quantize_into(packing, None, buffer, packed, way, torch.tensor([number, 3_000_000_000]))
             parts.append(packed[: packing.part])

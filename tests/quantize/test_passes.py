@@ -100,7 +100,7 @@ def test_quantization_and_dequantization_are_declared_casts():
 def test_packed_buffers_are_given_up_once_dequantized():
     """Slots of bytes change hands: a layer's codes do not wait for the layer's computation to end."""
     forward = explained(quantize=vc.BlockInt8(32)).parts[Part.FORWARD]
-    lives = {tenant.what: tenant for slot in forward.slots for tenant in slot.tenants}
+    lives = {tenant.what: tenant for slot in forward.slots for tenant in slot.tenants if not slot.carried}
     for unit in ("(root)", "layers.0", "layers.1"):
         packed, full = (lives[f"gathered {what} of {unit}"] for what in ("codes and scales", "parameters"))
         assert packed.last == full.first
@@ -121,10 +121,23 @@ def test_gradient_buffers_are_free_as_soon_as_their_codes_are_made():
 
 def test_a_unit_is_one_collective_each_way():
     graph = explained(quantize=vc.BlockFP8((8, 8)), quantize_gradients=vc.BlockInt8(32))
-    schedule = [event for part in graph.parts.values() for event in part.schedule if event.startswith("launch")]
+    started = ("launch", "carry", "take")
+    forward, backward = ([e for e in part.schedule if e.startswith(started)] for part in graph.parts.values())
     for unit in ("(root)", "layers.0", "layers.1"):
-        assert schedule.count(f"launch all_gather of {unit}") == 2
-        assert schedule.count(f"launch reduce_scatter of {unit}") == 1
+        assert forward.count(f"launch all_gather of {unit}") == 1
+        assert backward.count(f"{'take' if unit == '(root)' else 'launch'} all_gather of {unit}") == 1
+        assert backward.count(f"launch reduce_scatter of {unit}") == 1
+    assert len(forward) == 3 + 1 and len(backward) == 3 + 3
+
+
+def test_codes_that_the_backward_needs_first_are_gathered_while_the_forward_ends():
+    graph = explained(quantize=vc.BlockInt8(32))
+    assert graph.parts[Part.FORWARD].schedule[-1] == "carry all_gather of (root)"
+    for part in graph.parts.values():
+        (slot,) = (slot for slot in part.slots if slot.carried)
+        (tenant,) = slot.tenants
+        (gathered,) = (e.nbytes for e in part.entries if e.kind is Kind.ALL_GATHER and e.unit == "(root)")
+        assert (tenant.what, tenant.nbytes) == ("gathered codes and scales of (root)", gathered)
 
 
 @pytest.mark.slow

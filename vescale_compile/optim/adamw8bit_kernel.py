@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch_internals import mark_dynamic
+from ..torch_internals import mark_dynamic, rounds_as_operators
 from .blockwise import LEAST_SCALE, Codebook, block_scales, codebook, dequantize, quantize
 
 _MOST_KERNELS = 256  # block sizes times dtypes times devices, before compiling fails; by default it would be 8
@@ -62,6 +62,12 @@ class Coefficients(NamedTuple):
             beta2 * least,
         )
         return Coefficients(*(torch.tensor(value, dtype=torch.float32, device="cpu") for value in values))
+
+    def for_operators(self, device: torch.device) -> Coefficients:
+        """With the divisors on ``device``: on a GPU, PyTorch's operators multiply by the reciprocal of a number that is
+        on the CPU instead of dividing by it."""
+        divisors = self.correction1.to(device), self.correction2.to(device)
+        return self._replace(correction1=divisors[0], correction2=divisors[1])
 
 
 class Codebooks(NamedTuple):
@@ -140,9 +146,11 @@ def _root(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def _compiled(device: str, function: Callable[..., None]) -> Callable[..., None]:
     # The tables are indexed by codes and by 16 bits, which nothing has to check.
     options: dict[str, Any] = {"assert_indirect_indexing": False}
+    if device != "cpu":
+        options |= rounds_as_operators()  # for the bits of a block that is stepped without generated code
     return torch.compile(function, fullgraph=True, options=options)
 
 
@@ -157,4 +165,4 @@ def run_compiled(function: Callable[..., None], tensors: Sequence[Tensor], *rest
             if tensor.shape[dim] > 1:
                 mark_dynamic(tensor, dim)
     with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
-        _compiled(function)(tensors, *rest)
+        _compiled(tensors[0].device.type, function)(tensors, *rest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,20 +44,19 @@ class Run:
 
     def step(self, by: Coefficients, *, compile: bool) -> None:
         """Runs the kernel. Blocks at a tensor's edge are few and of many sizes: they are stepped without compiling."""
-        if self.rectangle is None:
+        device, r = self.tensors[0].device, self.rectangle
+        function: Callable[..., None] = step_elements
+        books: tuple[Codebooks, ...] = ()
+        if r is None:
             views = [_strided(t, (n,), (1,), 0) for t, n in zip(self.tensors, self.lengths, strict=True)]
-            if compile:
-                run_compiled(step_elements, views, by)
-            else:
-                step_elements(views, by)
-            return
-        r, books = self.rectangle, Codebooks.on(self.tensors[0].device)
-        views = [_strided(t, r.size, r.stride, r.start) for t in self.tensors[:4]]
-        views += [_strided(t, r.scale_size, r.scale_stride, r.scale_start) for t in self.tensors[4:]]
-        if compile and r.whole:
-            run_compiled(step_blocks, views, by, books)
         else:
-            step_blocks(views, by, books)
+            views = [_strided(t, r.size, r.stride, r.start) for t in self.tensors[:4]]
+            views += [_strided(t, r.scale_size, r.scale_stride, r.scale_start) for t in self.tensors[4:]]
+            function, books = step_blocks, (Codebooks.on(device),)
+        if compile and (r is None or r.whole):
+            run_compiled(function, views, by, *books)
+        else:
+            function(views, by.for_operators(device), *books)
 
 
 def runs_of(unit: Sequence[Member], states: Sequence[Mapping[str, Tensor]], *, join: bool) -> list[Run]:
