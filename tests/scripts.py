@@ -1,9 +1,9 @@
 """Runs the benchmarks' scripts, in processes that have imported PyTorch already."""
 
-import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from ranks import run_forked
 
@@ -16,6 +16,9 @@ def run_script(script: Path, *options: str, deadline_s: float) -> subprocess.Com
 
 
 def _script(arguments: tuple[str, ...]) -> None:
-    sys.argv = [*arguments]
+    script = ModuleType("__main__")
+    script.__file__, *_ = sys.argv = [*arguments]
     sys.path.insert(0, str(Path(arguments[0]).parent))
-    runpy.run_path(arguments[0], run_name="__main__")
+    # As multiprocessing has it: its processes send objects of the script's classes by the second name.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = script
+    exec(compile(Path(arguments[0]).read_text(), arguments[0], "exec"), vars(script))
