@@ -55,6 +55,8 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # cycles, and would spend a twentieth of its time on looking for them.
 gc.set_threshold(20_000)
 torch._dynamo.config.run_gc_after_compile = False
+# Nor is there anything to learn from how long guards take, which Dynamo times with the CPU's caches emptied.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
 # seconds.
