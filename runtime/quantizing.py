@@ -30,7 +30,6 @@ from .packing import Packing, Quantizer, StochasticQuantizer
 _CHUNK_NUMEL = 1 << 18  # elements that are worked on at a time without compilation
 _MOST_KERNELS = 256  # quantizers times dtypes times devices, before compiling fails; by default it would be 8
 _PARTS_AT_ONCE = 8  # that one kernel sums
-_LOW = 0xFFFFFFFF
 
 
 class Kernels(enum.Enum):
@@ -184,8 +183,10 @@ def _run_on_strips(
 
 @functools.cache
 def _compiled(device: str, function: Callable[..., Any], *bound: object) -> Callable[..., Any]:
-    # Tables hold places that exist, which nothing has to check.
+    # Tables hold places that exist, which nothing has to check. What takes many operations Inductor would keep in memory
+    # between two kernels, places among it; here everything is computed from little, and in one.
     options: dict[str, Any] = {"assert_indirect_indexing": False}
+    options |= dict.fromkeys(("realize_opcount_threshold", "realize_reads_threshold"), 1 << 20)
     if device != "cpu":
         options |= rounds_as_operators()  # for the bits of a block that was quantized without generated code
     return torch.compile(functools.partial(function, *bound), fullgraph=True, options=options)
@@ -308,14 +309,15 @@ def _mean(terms: Sequence[Tensor], divisor: Tensor) -> Tensor:
 def _uniform(places: Tensor, key: Tensor) -> Tensor:
     """A number in [0, 1) for each place and key, float32, as if drawn at random.
 
-    Twice a multiply-xorshift hash of 32 bits. Both factors have 31 bits, so that no product overflows int64.
+    Twice a multiply-xorshift hash of 32 bits, in int32: products wrap around, and of a right shift the bits are kept that
+    were there before. CPUs have vector instructions for it, as they don't for products of 64 bits.
     """
-    word = _mixed((places & _LOW) ^ key[0])
-    word = _mixed((word + (places >> 32)) & _LOW ^ key[1])
-    return (word >> 8).float() * 2.0**-24
+    word = _mixed(places.to(torch.int32) ^ key[0].to(torch.int32))
+    word = _mixed(word + (places >> 32).to(torch.int32) ^ key[1].to(torch.int32))
+    return (word >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
 def _mixed(word: Tensor) -> Tensor:
-    word = (word ^ (word >> 16)) * 0x21F0AAAD & _LOW
-    word = (word ^ (word >> 15)) * 0x735A2D97 & _LOW
-    return word ^ (word >> 15)
+    word = (word ^ (word >> 16 & 0xFFFF)) * 0x21F0AAAD
+    word = (word ^ (word >> 15 & 0x1FFFF)) * 0x735A2D97
+    return word ^ (word >> 15 & 0x1FFFF)
