@@ -75,10 +75,11 @@ def tables(results: Sequence[Result]) -> str:
 def disagreement(results: Sequence[Result]) -> dict[str, float]:
     """Largest difference between any two systems that finished, over the largest value: of losses and of norms.
 
-    Systems that don't reduce gradients are left out. NaN where a value is infinite or none at all; empty with fewer
-    than two systems.
+    Systems that don't reduce gradients, or round what they send, are left out. NaN where a value is infinite or none at
+    all; empty with fewer than two systems.
     """
-    finished = [result for result in results if result.error is None and SYSTEMS[result.system].reduces]
+    exact = {name for name, system in SYSTEMS.items() if system.reduces and not system.rounds}
+    finished = [result for result in results if result.error is None and result.system in exact]
     if len(finished) < 2:
         return {}
     columns = {

@@ -35,6 +35,7 @@ class System:
         policies: under which it can run; each is measured for itself.
         family: systems of one family are configurations of one, of which the fastest counts.
         reduces: whether ranks train one model together. One that does not is a yardstick, whose results differ.
+        rounds: whether what it sends is rounded, so that its results differ too.
         fakes: whether it runs on a process group whose collectives do nothing; DDP asks it for results.
         planned_bytes: of its forward: what it said that a step will take on a rank, optimizer states apart.
         default: whether it is measured when no systems are named.
@@ -45,6 +46,7 @@ class System:
     policies: tuple[Policy, ...]
     family: str | None = None
     reduces: bool = True
+    rounds: bool = False
     fakes: bool = True
     planned_bytes: Callable[[Any], int] | None = None
     default: bool = True
@@ -90,10 +92,23 @@ class _Ours:
     """A model compiled by the backend that is measured, and what the compiler said of its graphs."""
 
     def __init__(
-        self, model: nn.Module, workload: Workload, policy: Policy, *, lowering: str, whole_blocks: bool
+        self,
+        model: nn.Module,
+        workload: Workload,
+        policy: Policy,
+        *,
+        lowering: str,
+        whole_blocks: bool,
+        quantizer: vc.BlockInt8 | None,
     ) -> None:
         for part in [*(model.get_submodule("layers").children() if whole_blocks else ()), model]:
-            vc.fully_shard(part, reshard_after_forward=policy is Policy.RESHARD, mp_policy=workload.mixed_precision)
+            vc.fully_shard(
+                part,
+                reshard_after_forward=policy is Policy.RESHARD,
+                mp_policy=workload.mixed_precision,
+                quantize=quantizer,
+                quantize_gradients=quantizer,
+            )
         self.graphs: list[GraphReport] = []
         backend = functools.partial(vescale, options={"lowering": lowering}, on_compiled=self.graphs.append)
         self.compiled = torch.compile(model, backend=backend, dynamic=False)
@@ -105,9 +120,17 @@ class _Ours:
         return max(graph.peak_bytes for graph in self.graphs)
 
 
-def _ours(name: str, lowering: str, *, whole_blocks: bool = False, default: bool = True) -> System:
-    distribute = functools.partial(_Ours, lowering=lowering, whole_blocks=whole_blocks)
-    return System(name, distribute, SHARDED, planned_bytes=_Ours.planned_bytes, default=default)
+def _ours(
+    name: str,
+    lowering: str = "inductor",
+    *,
+    whole_blocks: bool = False,
+    quantizer: vc.BlockInt8 | None = None,
+    default: bool = False,
+) -> System:
+    distribute = functools.partial(_Ours, lowering=lowering, whole_blocks=whole_blocks, quantizer=quantizer)
+    rounds, planned = quantizer is not None, _Ours.planned_bytes
+    return System(name, distribute, SHARDED, rounds=rounds, planned_bytes=planned, default=default)
 
 
 OURS = "vescale"
@@ -123,8 +146,9 @@ SYSTEMS = {
         System("fsdp2-compile", functools.partial(_fsdp2, compiled=True), SHARDED),
         System("simplefsdp", functools.partial(simple_fsdp, bucketed=False), SHARDED, family="simplefsdp"),
         System("simplefsdp-bucketed", functools.partial(simple_fsdp, bucketed=True), SHARDED, family="simplefsdp"),
-        _ours(OURS, "inductor"),
-        _ours("vescale-whole-blocks", "inductor", whole_blocks=True, default=False),
-        _ours("vescale-eager-lowering", "eager", default=False),
+        _ours(OURS, default=True),
+        _ours("vescale-whole-blocks", whole_blocks=True),
+        _ours("vescale-int8", quantizer=vc.BlockInt8()),
+        _ours("vescale-eager-lowering", "eager"),
     )
 }

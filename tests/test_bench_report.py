@@ -58,8 +58,9 @@ def test_the_disagreement_is_the_largest_of_any_two_systems() -> None:
     }
 
 
-def test_a_system_that_does_not_reduce_gradients_is_not_compared() -> None:
-    results = [measured("compute-alone", loss=3.0), measured("ddp"), measured("fsdp2")]
+@pytest.mark.parametrize("system", ["compute-alone", "vescale-int8"])
+def test_a_system_that_does_not_reduce_gradients_or_rounds_them_is_not_compared(system: str) -> None:
+    results = [measured(system, loss=3.0), measured("ddp"), measured("fsdp2")]
     assert set(disagreement(results).values()) == {0.0}
 
 
