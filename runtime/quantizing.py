@@ -183,8 +183,8 @@ def _run_on_strips(
 
 @functools.cache
 def _compiled(device: str, function: Callable[..., Any], *bound: object) -> Callable[..., Any]:
-    # Tables hold places that exist, which nothing has to check. What takes many operations Inductor would keep in memory
-    # between two kernels, places among it; here everything is computed from little, and in one.
+    # Tables hold places that exist, which nothing has to check. And what takes many operations, as places do, Inductor
+    # would keep in memory between two kernels.
     options: dict[str, Any] = {"assert_indirect_indexing": False}
     options |= dict.fromkeys(("realize_opcount_threshold", "realize_reads_threshold"), 1 << 20)
     if device != "cpu":
@@ -309,8 +309,8 @@ def _mean(terms: Sequence[Tensor], divisor: Tensor) -> Tensor:
 def _uniform(places: Tensor, key: Tensor) -> Tensor:
     """A number in [0, 1) for each place and key, float32, as if drawn at random.
 
-    Twice a multiply-xorshift hash of 32 bits, in int32: products wrap around, and of a right shift the bits are kept that
-    were there before. CPUs have vector instructions for it, as they don't for products of 64 bits.
+    Twice a multiply-xorshift hash of 32 bits, in int32, of which vectors hold twice as many as of int64: products wrap
+    around, and a right shift is masked to bring no sign.
     """
     word = _mixed(places.to(torch.int32) ^ key[0].to(torch.int32))
     word = _mixed(word + (places >> 32).to(torch.int32) ^ key[1].to(torch.int32))

@@ -160,7 +160,7 @@ class BlockInt8(BlockQuantizer):
         """As :meth:`encode`, up or down at random, so that the mean is the value; ``uniform`` is in [0, 1)."""
         scaled = values / scales.view(torch.float32)
         lower = scaled.floor()
-        # Compared by a difference: CPUs take ten times as long to store and load a mask, where the kernel is cut in two.
+        # Compared by a difference, because storing and loading masks takes CPUs longer than all the rest.
         up = (scaled - lower - uniform).clamp(min=0).ceil()
         return (lower + up).clamp(-_INT8_MAX, _INT8_MAX).to(torch.int32)
 
