@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import allocations
 import copies
 import inductor_kernels
 import torch
@@ -82,13 +83,12 @@ def recorded(step: Callable[[], object], device: torch.device) -> Recording:
 
 def summarized(recording: Recording, before: int, world_size: int, device: torch.device) -> StepProfile:
     """What a recorded step did; there were ``before`` bytes of tensors when it began."""
-    results: Any = recording.profiler.profiler
     events = recording.profiler.events() or ()
     return StepProfile(
         traffic.count(recording.trace, world_size, dist.get_rank()),
         copies.count(recording.tree, recording.kernels),
         before,
-        before + _highest_rise(results.kineto_results.events(), device),
+        before + allocations.highest_rise(recording.tree, device.type),
         sum(event.device_type == DeviceType.CUDA for event in events) if device.type == "cuda" else None,
     )
 
@@ -102,14 +102,3 @@ def _tensor_bytes() -> int:
         each.untyped_storage() for each in tensors if each.device.type == "cpu" and each.layout is torch.strided
     ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _highest_rise(events: Sequence[Any], device: torch.device) -> int:
-    """How far allocations rose above where they stood at the start."""
-    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
-    live = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]" and event.device_type() == kind:
-            live += event.nbytes()
-            highest = max(highest, live)
-    return highest

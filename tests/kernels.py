@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from scripts import BENCH
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_compile as vc
+
+sys.path.append(str(BENCH))
+
+from allocations import highest_rise
 
 
 class Kernels(TorchDispatchMode):
@@ -32,9 +38,4 @@ class Kernels(TorchDispatchMode):
 
 def most_allocated(trace: profile) -> int:
     """How far a profiled step's allocations rose above where they stood at its start, in bytes."""
-    live = most = 0
-    for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    return most
+    return highest_rise(trace.profiler.kineto_results.experimental_event_tree(), "cpu")
