@@ -9,6 +9,7 @@ that the graph reads. The parameters' own placeholders are gone, so the graph ha
 from __future__ import annotations
 
 import operator
+import re
 from typing import cast
 
 import torch
@@ -140,5 +141,12 @@ def _refuse_write(context: CompileContext, node: fx.Node, name: str) -> None:
         context,
         node,
         f"parameter {name!r} is written to inside forward. There it is a gathered copy, and the write would be "
-        "lost: write to the sharded parameter outside forward, or keep the value in a buffer (register_buffer)",
+        "lost: write to the sharded parameter outside forward, or keep the value in a buffer (register_buffer)"
+        + _written_at(node),
     )
+
+
+def _written_at(node: fx.Node) -> str:
+    """The line of the program that a node comes from, as far as Dynamo tells."""
+    frames = re.findall(r'File "(.+)", line (\d+), in', node.meta.get("stack_trace") or "")
+    return "; it is written by line {1} of {0}".format(*frames[-1]) if frames else ""

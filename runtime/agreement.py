@@ -2,7 +2,8 @@
 
 Ranks that disagree on the shape or order of their collectives hang, or exchange garbage. So each rank posts a
 digest of what it is about to do in the default process group's store; the first of them compares, and its verdict
-reaches all. O(world size) small messages in all, no collective, and every wait has a deadline.
+reaches all. O(world size) small messages in all, no collective, and every wait has a deadline. There is one verdict:
+a rank that gives up waiting gives it for all, also for those that come later.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +27,7 @@ from ..torch_internals import default_store
 from .dbuffer import DBuffer
 
 DEADLINE_S = 300.0
+_GRACE_S = 10.0  # for the first rank to say who is missing
 _MOST_NAMED = 8  # ranks that a message describes one by one
 _GRAPH = "compiled graph"
 _SAME_MODEL = (
@@ -222,25 +225,21 @@ class _Exchange:
         """Posts all that the others may ask for, and goes without their answer."""
         self._post(f"lines/{self.rank}", json.dumps(self.lines))
         if self.rank == self.ranks[0]:
-            self._post("verdict", json.dumps({"message": f"rank {self.rank}, which compares, has {self.lines[1]!r}"}))
+            self._settle({"message": f"rank {self.rank}, which compares, has {self.lines[1]!r}"})
 
     def judge(self) -> str | None:
         """On the first rank: compares, tells the others, and returns the message, None if all agree."""
-        digests = {rank: self._read(f"digest/{rank}") for rank in self.ranks}
-        missing = [rank for rank, digest in digests.items() if digest is None]
-        if missing:
-            message = f"no answer from ranks {_some(missing)} within {self.deadline_s:g} s. {self.absent}"
-            self._post("verdict", json.dumps({"message": message}))
-            return message
-        counts = Counter(digests.values())
-        common = max(counts, key=lambda d: (counts[d], -min(r for r in self.ranks if digests[r] == d)))
+        keys = [f"digest/{rank}" for rank in self.ranks]
+        if not self._comes(keys):
+            return self._give_up().get("message")
+        digests = dict(zip(self.ranks, self.store.multi_get([f"{self.prefix}/{key}" for key in keys]), strict=True))
+        ((common, _),) = Counter(digests.values()).most_common(1)  # of those as common, the first rank's
         differing = [rank for rank in self.ranks if digests[rank] != common]
-        if not differing:
-            self._post("verdict", json.dumps({}))
-            return None
         like = next(rank for rank in self.ranks if digests[rank] == common)
         asked = [like, *differing[:_MOST_NAMED]]
-        self._post("verdict", json.dumps({"asked": asked}))
+        verdict = self._settle({"asked": asked} if differing else {})
+        if "asked" not in verdict:
+            return verdict.get("message")
         if self.rank in asked:
             self._post(f"lines/{self.rank}", json.dumps(self.lines))
         message = self._explain(like, differing)
@@ -249,15 +248,24 @@ class _Exchange:
 
     def read_verdict(self) -> str | None:
         """On the other ranks: waits for the first rank's word, and answers what it asks."""
-        raw = self._read("verdict", grace_s=10.0)
-        if raw is None:
-            return f"no answer from rank {self.ranks[0]}, which compares, within {self.deadline_s:g} s. {self.absent}"
-        verdict = json.loads(raw)
+        raw = self._read("verdict", grace_s=_GRACE_S)
+        verdict = json.loads(raw) if raw is not None else self._give_up()
         if "asked" not in verdict:
             return verdict.get("message")
         if self.rank in verdict["asked"]:
             self._post(f"lines/{self.rank}", json.dumps(self.lines))
         return self._read("message", grace_s=30.0) or "ranks differ, and the comparison did not arrive."
+
+    def _give_up(self) -> dict[str, Any]:
+        """Says for all who is missing, unless there is a verdict by now; returns what holds."""
+        missing = [rank for rank in self.ranks if not self.store.check([f"{self.prefix}/digest/{rank}"])]
+        came = "" if missing else "; all have come, and the first of them has not compared"
+        message = f"no answer from ranks {_some(missing or self.ranks[:1])} within {self.deadline_s:g} s{came}. "
+        return self._settle({"message": message + self.absent})
+
+    def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
+        """The verdict that holds: the first."""
+        return json.loads(self.store.compare_set(f"{self.prefix}/verdict", "", json.dumps(verdict)).decode())
 
     def _explain(self, like: int, differing: list[int]) -> str:
         reference = json.loads(self._read(f"lines/{like}", grace_s=20.0) or "[]")
@@ -276,14 +284,18 @@ class _Exchange:
 
     def _read(self, key: str, grace_s: float = 0.0) -> str | None:
         """The value under ``key``, or None if nobody posts it before the deadline."""
+        return self.store.get(f"{self.prefix}/{key}").decode() if self._comes([key], grace_s) else None
+
+    def _comes(self, keys: list[str], grace_s: float = 0.0) -> bool:
+        """Whether there are values under all keys before the deadline."""
         left = max(self.deadline + grace_s - time.monotonic(), 0.01)
         try:
-            self.store.wait([f"{self.prefix}/{key}"], timedelta(seconds=left))
+            self.store.wait([f"{self.prefix}/{key}" for key in keys], timedelta(seconds=left))
         except RuntimeError:  # DistStoreError, or a plain RuntimeError from some stores
             if time.monotonic() < self.deadline + grace_s:
                 raise
-            return None
-        return self.store.get(f"{self.prefix}/{key}").decode()
+            return False
+        return True
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import stale_optimizers
 from .mesh import DataParallelMesh, data_parallel_mesh, sharding_over, whole_mesh
+from .padding import warn_of_padding
 from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
 from .quantize import BlockInt8, BlockQuantizer, check_quantizers
 from .ragged.dtensor import RaggedDTensor
@@ -111,8 +112,14 @@ def fully_shard(
             for unit in units
             for name, param in unit.params.items()
         }
+    layouts = {
+        members.name: [(plan, group) for group in group_by_buffer(members) for plan in _plan(group, over, comm, blocks)]
+        for members in units
+    }
+    warn_of_padding({name: [plan for plan, _ in layout] for name, layout in layouts.items()})
     for members in units:
-        make_sharded(members.module, {}, _shard_unit(members, places, over, comm, policy, blocks, root=module))
+        unit = _shard_unit(members, layouts[members.name], places, over, comm, policy, root=module)
+        make_sharded(members.module, {}, unit)
     if all(members.module is not module for members in units):  # what the root does at its edge, it does without any
         make_sharded(module, {}, _unit_of((), policy, is_root=True))
     _name_buffers(module)
@@ -126,16 +133,15 @@ def fully_shard(
 
 def _shard_unit(
     members: UnitMembers,
+    plans: Sequence[tuple[BufferPlan, dict[str, nn.Parameter]]],
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     mesh: DataParallelMesh,
     comm: CommPolicy,
     policy: MixedPrecisionPolicy,
-    blocks: Blocks,
     *,
     root: nn.Module,
 ) -> Unit:
     sync = GradientSync()
-    plans = [(plan, group) for group in group_by_buffer(members) for plan in _plan(group, mesh, comm, blocks)]
     buffers = []
     for ordinal, (plan, group) in enumerate(plans):
         name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import models
 import pytest
@@ -95,6 +96,21 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
         dist.barrier()
     with pytest.raises(RanksMissing, match=r"no answer from ranks 1 within 0\.5 s"):
         agree(mesh, "test", [], deadline_s=0.5)
+    if not late:
+        dist.barrier()
+
+
+@on_ranks(3)
+def test_a_rank_that_gives_up_does_so_for_those_that_come_later():
+    """Else they would agree, and wait for it in their first collective."""
+    mesh, late = init_device_mesh("cpu", (3,)), dist.get_rank() != ODD
+    if late:
+        dist.barrier()
+    with (
+        mock.patch.object(agreement, "_GRACE_S", 0.0),
+        pytest.raises(RanksMissing, match=r"no answer from ranks 0, 2 within 0\.5 s"),
+    ):
+        agree(mesh, "test", [], deadline_s=30 if late else 0.5)
     if not late:
         dist.barrier()
 

@@ -194,10 +194,22 @@ class Recurrent(Base):
         return super().run_layers(self.rnn(x)[0])
 
 
+class Einsums(Base):
+    """Weights of three dimensions, whose gradients come permuted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Parameter(torch.randn(2, 5, 3) / 3), nn.Parameter(torch.randn(2, 3, 5) / 3)
+
+    def run_layers(self, x):
+        heads = torch.einsum("bsd,ndh->bsnh", super().run_layers(x), self.into)
+        return torch.einsum("bsnh,nhd->bsd", heads, self.out)
+
+
 PROGRAMS = [
     BreakBetweenUnits, BreakInUnit, Disabled, Checkpointed, CheckpointedParts, Tied, OneLayerManyTimes, Frozen,
     TwoDtypes, Unused, NoPathToLoss, FirstReadWithoutGrad, ParameterAcrossBreak, SkippedFrame,
-    CheckpointedFunction, Recurrent,
+    CheckpointedFunction, Recurrent, Einsums,
 ]  # fmt: skip
 
 

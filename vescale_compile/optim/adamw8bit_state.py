@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,13 @@ def _placement(member: Member, name: str) -> RaggedShard | None:
         return None
     if grid is None or not name.endswith("scales"):
         return param.placement
-    stops = [grid.blocks_before(stop) for _, stop in param.placement.intervals(param.shape)]
+    return _placement_of_blocks(param.placement, tuple(param.shape), grid)
+
+
+@functools.lru_cache(maxsize=1024)
+def _placement_of_blocks(placement: RaggedShard, shape: tuple[int, ...], grid: BlockGrid) -> RaggedShard:
+    """Of thousands of ranks; layers are cut alike."""
+    stops = [grid.blocks_before(stop) for _, stop in placement.intervals(shape)]
     return RaggedShard((0,), [stop - start for start, stop in itertools.pairwise([0, *stops])])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from .balance import choose_roots
 
@@ -29,7 +31,7 @@ class Matrix:
         param: index of the parameter.
         start: the matrix's first element in the flattened parameter.
         shape: rows and columns.
-        parts: who holds it, in order, without gaps.
+        parts: who holds it, in the order of ranks, without gaps.
         stacked: whether the parameter is a stack of matrices.
     """
 
@@ -38,6 +40,11 @@ class Matrix:
     shape: tuple[int, int]
     parts: tuple[Part, ...]
     stacked: bool
+
+    def part_on(self, rank: int) -> Part | None:
+        """What a rank holds of it; of thousands of ranks, so not by looking at each."""
+        place = bisect.bisect_left(self.parts, rank, key=attrgetter("rank"))
+        return self.parts[place] if place < len(self.parts) and self.parts[place].rank == rank else None
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,8 @@ class MuonStep:
         held = {}
         for i in chunk:
             matrix = self._plan.matrices[i]
-            for part in matrix.parts:
-                if part.rank == self._rank:
-                    held[i] = _Held(matrix, part, self._plan.roots[i], self._shards[matrix.param])
+            if (part := matrix.part_on(self._rank)) is not None:
+                held[i] = _Held(matrix, part, self._plan.roots[i], self._shards[matrix.param])
         return held
 
     def _rooted(self, chunk: Sequence[int]) -> list[int]:

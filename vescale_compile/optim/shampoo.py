@@ -19,7 +19,7 @@ from .hidden import is_hidden_matrix
 from .inverse_root import NoInverseRoot
 from .layouts import Layout, layout_of, new_state
 from .matrix_optimizer import MatrixOptimizer, Members, local_grad, members_of
-from .shampoo_blocks import BlockGrid, blocks_by_rank
+from .shampoo_blocks import BlockGrid, block_counts, own_blocks
 from .shampoo_step import BlockedShard, Renewed, renewed_factors, step_blocks
 from .units import describe, local_elements, rank_prefix
 
@@ -165,15 +165,14 @@ class Shampoo(MatrixOptimizer):
                 f"{rank_prefix(param)}Shampoo: {describe(param, name)} is {param.dtype}; factors need float32. Keep "
                 "parameters in float32, and give fully_shard a MixedPrecisionPolicy"
             )
-        blocks_by_rank(param, self._grid(param), name)
+        block_counts(param, self._grid(param), name)
 
     def _grid(self, param: Tensor) -> BlockGrid:
         return BlockGrid(tuple(param.shape), self.defaults["block"])
 
     def _layouts(self, param: Tensor) -> dict[str, Layout | None]:
         grid = self._grid(param)
-        counts = [len(blocks) for blocks in blocks_by_rank(param, grid)]
-        placement = RaggedShard((0,), counts) if isinstance(param, RaggedDTensor) else None
+        placement = RaggedShard((0,), block_counts(param, grid)) if isinstance(param, RaggedDTensor) else None
         left, right = (Layout((grid.count, size, size), placement) for size in grid.largest)
         return {
             "step": None,
@@ -205,8 +204,7 @@ class Shampoo(MatrixOptimizer):
         """What changes nothing of a parameter's step: its views, and the roots that are due."""
         state = self.state.get(param) or new_state(param, self._layouts(param))
         grid = self._grid(param)
-        mine = param.device_mesh.get_local_rank() if isinstance(param, RaggedDTensor) else 0
-        blocks = blocks_by_rank(param, grid)[mine]
+        blocks = own_blocks(param, grid)
         left, right = grid.largest
         columns = param.shape[-1]
         shard = BlockedShard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..planner.spec import Granularity, Rows
 from ..ragged.dtensor import RaggedDTensor
+from ..ragged.placement import RaggedShard
 from .units import describe, rank_prefix
 
 
@@ -89,22 +91,35 @@ class BlockGrid:
         return blocks
 
 
-def blocks_by_rank(param: Tensor, grid: BlockGrid, name: str | None = None) -> list[list[Block]]:
-    """The blocks that each rank of a parameter's mesh holds; of one that is not sharded, this rank's alone.
+def own_blocks(param: Tensor, grid: BlockGrid) -> list[Block]:
+    """The blocks that this rank holds of a parameter that :func:`block_counts` found to be cut between blocks."""
+    if not isinstance(param, RaggedDTensor):
+        return grid.held(0, param.numel()) or []
+    return grid.held(*param.placement.intervals(param.shape)[param.device_mesh.get_local_rank()]) or []
+
+
+def block_counts(param: Tensor, grid: BlockGrid, name: str | None = None) -> list[int]:
+    """How many blocks each rank of a parameter's mesh holds; of one that is not sharded, this rank alone.
 
     Raises:
         ValueError: a rank's shard begins or ends inside a block, naming the rank and the parameter.
     """
-    whole = ((0, param.numel()),)
-    intervals = param.placement.intervals(param.shape) if isinstance(param, RaggedDTensor) else whole
-    held = []
-    for rank, interval in enumerate(intervals):
-        blocks = grid.held(*interval)
-        if blocks is None:
+    if not isinstance(param, RaggedDTensor):
+        return [grid.count]
+    counts = []
+    for rank, count in enumerate(_counts(param.placement, grid)):
+        if count is None:
             raise ValueError(
                 f"{rank_prefix(param)}Shampoo: {describe(param, name)} is cut inside a block of {grid.size} rows: rank "
-                f"{rank} of its mesh holds elements {interval}. Shard it with "
+                f"{rank} of its mesh holds elements {param.placement.intervals(param.shape)[rank]}. Shard it with "
                 f"fully_shard(granularity=Shampoo.granularity_for(block={grid.size}))"
             )
-        held.append(blocks)
-    return held
+        counts.append(count)
+    return counts
+
+
+@functools.lru_cache(maxsize=1024)
+def _counts(placement: RaggedShard, grid: BlockGrid) -> tuple[int | None, ...]:
+    """Of thousands of ranks; layers are cut alike. None for a rank whose part begins or ends inside a block."""
+    held = (grid.held(*interval) for interval in placement.intervals(grid.shape))
+    return tuple(None if blocks is None else len(blocks) for blocks in held)
