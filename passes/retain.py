@@ -18,10 +18,10 @@ from typing import cast
 
 from torch import fx
 
-from ..schedule import IN_FLIGHT, TaskGraph, find_schedule, least_peak
+from ..schedule import IN_FLIGHT, find_schedule, least_peak
 from .agreed import agreed_units
 from .aliases import bases_of
-from .context import CompileContext, Part
+from .context import CompileContext
 from .reshard import GATHERS
 from .step import Halves, Step, copied, survey
 
@@ -82,18 +82,13 @@ def _saved(forward: fx.Graph) -> dict[str, int]:
 
 def _to_carry(step: Step, context: CompileContext) -> tuple[int, ...]:
     """The units whose gather for the backward is launched in the forward, in this order: the first, and of those after
-    it as few as make the backward the fastest."""
+    it as few as make the step the fastest. Their slots are there all the time, and leave less for launching ahead."""
     room = context.room(max(step.allowances.values(), default=0))
     order = step.first_gathered_again[:IN_FLIGHT]
     fitting = [order[:count] for count in range(1, len(order) + 1) if step.planned(carried=order[:count]) <= room]
-    seconds = {carried: _backward_seconds(step, carried, room) for carried in fitting}
+    seconds = {carried: _seconds(step, room, carried=carried) for carried in fitting}
     fastest = min(seconds.values(), default=0.0)
     return next((carried for carried in fitting if seconds[carried] <= fastest * _EQUAL), ())
-
-
-def _backward_seconds(step: Step, carried: Sequence[int], room: int) -> float:
-    tasks = step.tasks(carried=carried).get(Part.BACKWARD)
-    return _shortest(tasks, max(room, least_peak(tasks))) if tasks is not None else 0.0
 
 
 def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
@@ -101,15 +96,12 @@ def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
     order = step.gathered_again
     most = next((count for count in range(len(order), 0, -1) if step.planned(frozenset(order[:count])) <= budget), 0)
     counts = sorted({max(most - less, 0) for less in (0, *(1 << power for power in range(len(order).bit_length())))})
-    seconds = {count: _seconds(step, frozenset(order[:count]), budget) for count in counts} if most else {0: 0.0}
+    seconds = {count: _seconds(step, budget, frozenset(order[:count])) for count in counts} if most else {0: 0.0}
     return order[: max(count for count in seconds if seconds[count] <= min(seconds.values()) * _EQUAL)]
 
 
-def _seconds(step: Step, kept: frozenset[int], budget: int) -> float:
+def _seconds(step: Step, budget: int, kept: frozenset[int] = frozenset(), carried: Sequence[int] = ()) -> float:
     """How long the forward and the backward take if each gets what the budget leaves beyond the least."""
-    spare = max(0, budget - step.planned(kept))
-    return sum(_shortest(tasks, least_peak(tasks) + spare) for tasks in step.tasks(kept).values())
-
-
-def _shortest(tasks: TaskGraph, budget: int) -> float:
-    return find_schedule(tasks, budget).timeline.makespan
+    spare = max(0, budget - step.planned(kept, carried))
+    graphs = step.tasks(kept, carried).values()
+    return sum(find_schedule(tasks, least_peak(tasks) + spare).timeline.makespan for tasks in graphs)
