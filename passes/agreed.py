@@ -13,23 +13,21 @@ from ..schedule import Instruction, Launch, Run, Schedule, TaskGraph, Wait
 from .context import CompileContext
 
 Units = frozenset[int]
-Order = tuple[int, ...]
 
 
-def agreed_units(again: Units, kept: Units, carried: Order, context: CompileContext) -> tuple[Units, Order]:
+def agreed_units(again: Units, kept: Units, carried: Units, context: CompileContext) -> tuple[Units, Units]:
     """Of the units ``again``, which the backward would gather again, those to keep for it, and those whose gather is
-    launched for it in the forward, in this order. Programs on the same units may differ in which ones their backward
-    reads."""
-    own = json.dumps([sorted(kept), carried])
+    launched for it in the forward. Programs on the same units may differ in which ones their backward reads."""
+    own = json.dumps([sorted(kept), sorted(carried)])
     first, second = json.loads(_decided(repr(("units", sorted(again))), own, context))
-    return frozenset(first), tuple(second)
+    return frozenset(first), frozenset(second)
 
 
 def agreed_schedule(schedule: Schedule, tasks: TaskGraph, context: CompileContext) -> Schedule:
     """The schedule of a graph with these tasks: it fits any that differs in times and memory only."""
     places = [(each.name, each.writers, each.readers, each.lane) for each in tasks.transfers]
     assert context.part is not None
-    what = repr((context.part.value, len(tasks.compute), places, sorted(context.kept), context.carried))
+    what = repr((context.part.value, len(tasks.compute), places, sorted(context.kept), sorted(context.carried)))
     own = [[type(each).__name__, *each] for each in schedule.instructions]
     decided = json.loads(_decided(what, json.dumps(own), context))
     return Schedule(tuple(_instruction(name, operand) for name, operand in decided))

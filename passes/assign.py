@@ -85,7 +85,7 @@ def slots_for(buffers: Sequence[Lifetime]) -> tuple[SlotSpec, ...]:
 
 def _share(buffers: Sequence[Lifetime]) -> list[_Tenants]:
     slots: list[_Tenants] = []
-    for lifetime in sorted(buffers, key=_precedence):
+    for lifetime in sorted(buffers, key=lambda each: (-each.numel, each.first)):
         carried = marked_buffer(lifetime.node).carried
         fitting = (
             slot
@@ -99,12 +99,6 @@ def _share(buffers: Sequence[Lifetime]) -> list[_Tenants]:
             slots.append(slot := _Tenants(lifetime.dtype, carried))
         slot.lifetimes.append(lifetime)
     return slots
-
-
-def _precedence(lifetime: Lifetime) -> tuple[int, int]:
-    """What is carried over gets the same slot in both graphs, in whatever order they touch it."""
-    buffer = marked_buffer(lifetime.node)
-    return -lifetime.numel, buffer.unit if buffer.carried else lifetime.first
 
 
 def _describe(slot: _Tenants, context: CompileContext) -> SlotUse:

@@ -43,13 +43,13 @@ class Lowering(enum.Enum):
 
 
 class Role(enum.Enum):
-    """Which half of a collective a node is; a carried one is launched in another graph than it is waited for."""
+    """Which half of a collective a node is; a carried one has its halves in two graphs."""
 
     LAUNCH = "launch"
     WAIT = "wait"
     LEAVE = "leave"  # in flight when the backward ends; who reads the gradients waits
     CARRY = "carry"  # launched in the forward, for the backward
-    TAKE = "take"  # the same, in the backward: where it would be launched if it were not in flight
+    TAKE = "take"  # waited for in the backward
 
 
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
@@ -193,8 +193,7 @@ class CompileContext:
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
         kept: units that may be resharded and are kept for the backward, because the memory budget allows it.
-        carried: units whose gather for the backward is launched in the forward, in the order of their launches.
-        hidden: by such units, the seconds of their gathers that the end of the forward is predicted to hide.
+        carried: units whose gather for the backward is launched in the forward.
         saved: units by the names of inputs of the backward that are parameters gathered in the forward.
         needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.
         gradients: by unit, the views that the joint graph has gradients for.
@@ -220,8 +219,7 @@ class CompileContext:
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
-    carried: tuple[int, ...] = ()
-    hidden: dict[int, float] = field(default_factory=dict)
+    carried: frozenset[int] = frozenset()
     saved: dict[str, int] = field(default_factory=dict)
     needs: dict[Part, Need] = field(default_factory=dict)
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)

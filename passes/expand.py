@@ -4,8 +4,8 @@ An all-gather becomes memory for the unsharded parameters, which everything that
 reduce-scatter becomes memory for this rank's part, and for what the reduction needs besides. A gather takes the
 shard in its own dtype: the cast to the buffer's, if there is one, is the collective's, into this rank's place there.
 
-A carried unit's gather for the backward is launched at the end of the forward, and taken over where the backward would
-launch it; that of a quantized unit with its codes and scales, which are dequantized there.
+A carried unit's gather for the backward is launched at the end of the forward, and taken over in the backward; that of
+a quantized unit with its codes and scales, which are dequantized there.
 
 A gather of quantized parameters goes into a buffer of codes and scales, its launch quantizes the shard, and what read
 its result reads memory that one more node fills: it dequantizes the whole unit, where it is first needed. A reduction
@@ -86,9 +86,9 @@ def _gathered(
     carried = unit in context.carried
     over = replace(buffer, carried=group)
 
-    def insert(operator: OpOverload, role: Role, buffer: Buffer, *more: bool) -> fx.Node:
+    def insert(operator: OpOverload, role: Role, buffer: Buffer) -> fx.Node:
         memory = allocate(graph, numel, like=value, dtype=dtype, mark=buffer)
-        call(graph, operator, shard, memory, unit, group, *rest, *more, mark=Comm(ALL_GATHER, role, unit))
+        call(graph, operator, shard, memory, unit, group, *rest, mark=Comm(ALL_GATHER, role, unit))
         return memory
 
     with graph.inserting_before(node):
@@ -96,11 +96,10 @@ def _gathered(
             memory = insert(operators.take, Role.TAKE, over)
         else:
             memory = insert(operators.start, Role.LAUNCH, buffer)
-        call(graph, ops.wait_all_gather, memory, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
+            call(graph, ops.wait_all_gather, memory, unit, mark=Comm(ALL_GATHER, Role.WAIT, unit))
     if carried and context.part is Part.FORWARD:
         with graph.inserting_before(graph.output_node()):
-            first = next(each for each in context.carried if context.units[each].comm.group == group)
-            insert(operators.carry, Role.CARRY, over, unit == first)
+            insert(operators.carry, Role.CARRY, over)
     return memory
 
 

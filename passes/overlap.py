@@ -28,7 +28,7 @@ from ..schedule import (
 )
 from .agreed import agreed_schedule
 from .assign import lifetimes, slots_for
-from .context import CompileContext, Need, Part, Role, buffer_of, comm_of, fail
+from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
 from .edit import order_of
 from .memory import peak_of
 from .prediction import predict, predict_alone
@@ -41,7 +41,7 @@ _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
 
 def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     assert context.part is not None
-    _place_carried(gm.graph, context.carried)
+    _place_carried(gm.graph)
     collectives = collectives_of(gm.graph)
     segments = segments_of(gm.graph, collectives)
     if not collectives or not segments:
@@ -55,9 +55,9 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     schedule = agreed_schedule(found.schedule, tasks, context)
     if schedule != found.schedule:
         _move(gm.graph, schedule, collectives, segments)
-        _place_carried(gm.graph, context.carried)
+        _place_carried(gm.graph)
         found = Scheduled(schedule, simulate(tasks, schedule), found.bound)
-    context.predictions[context.part] = predict(tasks, found, _ahead(context))
+    context.predictions[context.part] = predict(tasks, found)
     context.needs[context.part] = Need(*_taken(gm.graph, context), least_peak(tasks) + room_ahead(tasks))
 
 
@@ -78,7 +78,7 @@ def _schedule(
 
     def planned_with(found: Scheduled) -> int:
         _move(graph, found.schedule, collectives, segments)
-        _place_carried(graph, context.carried)
+        _place_carried(graph)
         return _planned_bytes(graph, context, others)
 
     limit = max(budget, least)
@@ -110,23 +110,16 @@ def _refuse(tasks: TaskGraph, context: CompileContext) -> None:
         fail(context, None, f"{context.part.value}: {error}. {LARGEST_FIRST}")
 
 
-def _place_carried(graph: fx.Graph, carried: Sequence[int]) -> None:
+def _place_carried(graph: fx.Graph) -> None:
     """Has what crosses to the backward launched when the forward's own gathers are over, while the last units and the
     loss are computed."""
     marked = [(node, comm) for node in graph.nodes if (comm := comm_of(node)) is not None]
     waits = [node for node, comm in marked if comm.role is Role.WAIT]
-    launches = {comm.unit: node for node, comm in marked if comm.role is Role.CARRY}
-    for unit in reversed(carried) if launches and waits else ():
-        buffer = next(arg for arg in launches[unit].all_input_nodes if buffer_of(arg) is not None)
-        waits[-1].append(buffer)
-        buffer.append(launches[unit])
-
-
-def _ahead(context: CompileContext) -> dict[str, float]:
-    """Seconds for which gathers of the backward are in flight in the forward."""
-    if context.part is not Part.FORWARD:
-        return {}
-    return {f"all_gather of {context.units[unit].name}, ahead": s for unit, s in context.hidden.items() if s > 0}
+    for node, comm in marked:
+        if comm.role is Role.CARRY and waits:
+            buffer = next(arg for arg in node.all_input_nodes if buffer_of(arg) is not None)
+            waits[-1].append(buffer)
+            buffer.append(node)
 
 
 def _planned_bytes(graph: fx.Graph, context: CompileContext, others: Sequence[Need]) -> int:

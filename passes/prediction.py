@@ -5,8 +5,6 @@ Times are in seconds from the graph's start, on the cluster that the graph was c
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..schedule import Scheduled, TaskGraph
@@ -53,31 +51,22 @@ class Prediction:
         return self.seconds - self.computation[-1].stop if self.computation else 0.0
 
 
-def predict(tasks: TaskGraph, found: Scheduled, ahead: Mapping[str, float]) -> Prediction:
-    """What the graph will do if it runs by the schedule that was found for its tasks.
-
-    Args:
-        ahead: seconds, by name, in which other graphs' collectives are in flight when its own are over.
-    """
+def predict(tasks: TaskGraph, found: Scheduled) -> Prediction:
+    """What the graph will do if it runs by the schedule that was found for its tasks."""
     timeline = found.timeline
-    over = max(span.stop for span in timeline.transfers)
-    stops = itertools.accumulate(ahead.values(), initial=over)
     return Prediction(
         seconds=timeline.makespan,
         compute=timeline.compute,
-        communication=timeline.communication + sum(ahead.values()),
+        communication=timeline.communication,
         exposed=timeline.exposed,
         slowdown=timeline.slowdown,
         least=found.bound.makespan,
         computation=tuple(
             Span(task.name, start, stop) for task, (start, stop) in zip(tasks.compute, timeline.runs, strict=True)
         ),
-        transfers=(
-            *(
-                Span(" + ".join(tasks.transfers[index].name for index in span.transfers), span.start, span.stop)
-                for span in timeline.transfers
-            ),
-            *(Span(name, *times) for name, times in zip(ahead, itertools.pairwise(stops), strict=True)),
+        transfers=tuple(
+            Span(" + ".join(tasks.transfers[index].name for index in span.transfers), span.start, span.stop)
+            for span in timeline.transfers
         ),
     )
 

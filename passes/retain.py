@@ -8,7 +8,7 @@ also be used to launch further ahead, so the schedules of a few numbers of units
 equally fast the one with the fewest gathers is taken.
 
 Of the units that the backward does gather again, the first is needed as soon as it begins. If there is room for it,
-its gather is launched while the forward ends, and carried over; and so are those after it that save time.
+its gather is launched while the forward ends, and carried over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import cast
 
 from torch import fx
 
-from ..schedule import IN_FLIGHT, find_schedule, least_peak
+from ..schedule import find_schedule, least_peak
 from .agreed import agreed_units
 from .aliases import bases_of
 from .context import CompileContext
@@ -67,7 +67,6 @@ def retain(
     kept, context.carried = agreed_units(again, context.kept, _to_carry(step, context), context)
     if kept != context.kept:
         halves, step = cut_keeping(sorted(kept))
-    context.hidden = step.hidden(context.carried)
     context.needs = step.needs(context.carried)
     context.saved = _saved(halves[0].graph)
     return halves
@@ -80,15 +79,13 @@ def _saved(forward: fx.Graph) -> dict[str, int]:
     return {value.name: cast(int, bases[value].args[1]) for value in values if bases[value].target in GATHERS}
 
 
-def _to_carry(step: Step, context: CompileContext) -> tuple[int, ...]:
-    """The units whose gather for the backward is launched in the forward, in this order: the first, and of those after
-    it as few as make the step the fastest. Their slots are there all the time, and leave less for launching ahead."""
-    room = context.room(max(step.allowances.values(), default=0))
-    order = step.first_gathered_again[:IN_FLIGHT]
-    fitting = [order[:count] for count in range(1, len(order) + 1) if step.planned(carried=order[:count]) <= room]
-    seconds = {carried: _seconds(step, room, carried=carried) for carried in fitting}
-    fastest = min(seconds.values(), default=0.0)
-    return next((carried for carried in fitting if seconds[carried] <= fastest * _EQUAL), ())
+def _to_carry(step: Step, context: CompileContext) -> frozenset[int]:
+    """The units whose gather for the backward is launched in the forward."""
+    first = step.first_gathered_again
+    if first is None:
+        return frozenset()
+    room = context.room(max(step.allowances.values()))
+    return frozenset([first]) if step.planned(carried=frozenset([first])) <= room else frozenset()
 
 
 def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
@@ -96,12 +93,12 @@ def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
     order = step.gathered_again
     most = next((count for count in range(len(order), 0, -1) if step.planned(frozenset(order[:count])) <= budget), 0)
     counts = sorted({max(most - less, 0) for less in (0, *(1 << power for power in range(len(order).bit_length())))})
-    seconds = {count: _seconds(step, budget, frozenset(order[:count])) for count in counts} if most else {0: 0.0}
+    seconds = {count: _seconds(step, frozenset(order[:count]), budget) for count in counts} if most else {0: 0.0}
     return order[: max(count for count in seconds if seconds[count] <= min(seconds.values()) * _EQUAL)]
 
 
-def _seconds(step: Step, budget: int, kept: frozenset[int] = frozenset(), carried: Sequence[int] = ()) -> float:
+def _seconds(step: Step, kept: frozenset[int], budget: int) -> float:
     """How long the forward and the backward take if each gets what the budget leaves beyond the least."""
-    spare = max(0, budget - step.planned(kept, carried))
-    graphs = step.tasks(kept, carried).values()
+    spare = max(0, budget - step.planned(kept))
+    graphs = step.tasks(kept).values()
     return sum(find_schedule(tasks, least_peak(tasks) + spare).timeline.makespan for tasks in graphs)

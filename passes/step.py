@@ -7,8 +7,7 @@ the backward.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,7 +23,7 @@ from .expand import expand
 from .memory import live_bytes
 from .overlap import room_ahead
 from .sink import sink
-from .tasks import Collective, collectives_of, segments_of, shortened, task_graph
+from .tasks import Collective, collectives_of, segments_of, task_graph
 
 _UNLIMITED = 1 << 62
 _NONE: frozenset[int] = frozenset()
@@ -71,32 +70,30 @@ class Half:
             fullest = max(fullest, live + held)
         return fullest
 
-    def slots(self, kept: frozenset[int], carried: Sequence[int] = ()) -> tuple[SlotSpec, ...]:
+    def slots(self, kept: frozenset[int], carried: frozenset[int] = _NONE) -> tuple[SlotSpec, ...]:
         """The slots of everything else, if nothing overlaps; without those of units that are ``carried`` over to it."""
         outside = {*self._parameters(kept), *self._received(carried)}
         return slots_for([lifetime for lifetime in self.buffers if lifetime not in outside])
 
-    def slots_to_carry(self, carried: Sequence[int]) -> tuple[SlotSpec, ...]:
+    def slots_to_carry(self, carried: frozenset[int]) -> tuple[SlotSpec, ...]:
         """The slots into which units that this half gathers are carried over to it."""
-        largest_first = sorted(self._received(carried), key=lambda each: -each.numel)
-        found = ((each.node.meta["val"], marked_buffer(each.node).unit) for each in largest_first)
+        found = ((each.node.meta["val"], marked_buffer(each.node).unit) for each in self._received(carried))
         return tuple(SlotSpec(v.numel(), v.dtype, v.device, self.groups[unit]) for v, unit in found)
 
-    def tasks_with(self, kept: frozenset[int], live: int, hidden: Mapping[int, float]) -> TaskGraph | None:
-        """The task graph with the units ``kept``, ``live`` bytes always taken and the gathers of some units ``hidden``
-        for so many seconds; None if it has no transfers."""
+    def tasks_with(self, kept: frozenset[int], live: int) -> TaskGraph | None:
+        """The task graph with the units ``kept`` and ``live`` bytes always taken; None if it has no transfers."""
         if self.tasks is None:
             return None
         transfers: list[Transfer] = []
         for each, transfer in zip(self.collectives, self.tasks.transfers, strict=True):
             if not (each.gathers and each.unit in kept):
-                transfers.append(shortened(transfer, hidden.get(each.unit, 0.0)) if each.gathers else transfer)
+                transfers.append(transfer)
             elif self.part is Part.FORWARD:
                 transfers.append(replace(transfer, output_bytes=0))  # counted with what is live
         compute = tuple(replace(task, live_bytes=live + task.live_bytes) for task in self.tasks.compute)
         return TaskGraph(compute, tuple(transfers)) if transfers else None
 
-    def _received(self, units: Sequence[int]) -> list[Lifetime]:
+    def _received(self, units: frozenset[int]) -> list[Lifetime]:
         """What the gathers of ``units`` fill: their parameters, or codes and scales of them."""
         filled = {self.collectives[self.gathered[unit]].buffers[0] for unit in units}
         return [lifetime for lifetime in self.buffers if lifetime.node in filled]
@@ -126,7 +123,7 @@ class Step:
         """The fullest moment outside slots and shards, in bytes."""
         return max(half.peak(kept) for half in self.halves)
 
-    def slots(self, kept: frozenset[int] = _NONE, carried: Sequence[int] = ()) -> dict[Part, tuple[SlotSpec, ...]]:
+    def slots(self, kept: frozenset[int] = _NONE, carried: frozenset[int] = _NONE) -> dict[Part, tuple[SlotSpec, ...]]:
         """The slots of both halves if nothing overlaps, with gathers for the backward ``carried`` over to it."""
         carrying = self.backward.slots_to_carry(carried)
         return {
@@ -134,15 +131,14 @@ class Step:
             Part.BACKWARD: self.backward.slots(kept, carried) + carrying,
         }
 
-    def planned(self, kept: frozenset[int] = _NONE, carried: Sequence[int] = ()) -> int:
+    def planned(self, kept: frozenset[int] = _NONE, carried: frozenset[int] = _NONE) -> int:
         """Bytes that the step takes with the units ``kept`` and ``carried``, if nothing overlaps."""
         return self.standing + pooled_bytes(self.slots(kept, carried).values()) + self.peak(kept)
 
-    def tasks(self, kept: frozenset[int] = _NONE, carried: Sequence[int] = ()) -> dict[Part, TaskGraph]:
-        """The task graphs of the halves that have any transfers; of what is carried, only what is not hidden."""
+    def tasks(self, kept: frozenset[int] = _NONE) -> dict[Part, TaskGraph]:
+        """The task graphs of the halves that have any transfers."""
         live = self.standing + self.peak(kept)
-        hidden = {Part.BACKWARD: self.hidden(carried)}
-        found = {half.part: half.tasks_with(kept, live, hidden.get(half.part, {})) for half in self.halves}
+        found = {half.part: half.tasks_with(kept, live) for half in self.halves}
         return {part: tasks for part, tasks in found.items() if tasks is not None}
 
     @cached_property
@@ -150,7 +146,7 @@ class Step:
         """By half, the bytes that the step may take for its sake where no budget is given."""
         return {part: least_peak(tasks) + room_ahead(tasks) for part, tasks in self.tasks().items()}
 
-    def needs(self, carried: Sequence[int]) -> dict[Part, Need]:
+    def needs(self, carried: frozenset[int]) -> dict[Part, Need]:
         """What each half takes at least."""
         slots = self.slots(carried=carried)
         return {
@@ -159,23 +155,10 @@ class Step:
         }
 
     @property
-    def first_gathered_again(self) -> tuple[int, ...]:
-        """The units that the backward needs first, in this order, up to one that the forward does not gather."""
-        gathered = (each.unit for each in self.backward.collectives if each.gathers)
-        return tuple(itertools.takewhile(self.forward.gathered.__contains__, gathered))
-
-    def hidden(self, carried: Sequence[int]) -> dict[int, float]:
-        """By unit, the seconds of its gather for the backward that the forward hides, with those of ``carried`` units
-        launched in this order when its own gathers are over."""
-        first, second = self.forward.tasks, self.backward.tasks
-        if first is None or second is None:
-            return dict.fromkeys(carried, 0.0)
-        resting = sum(task.duration for task in first.compute[max(min(each.readers) for each in first.transfers) :])
-        found = {}
-        for unit in carried:
-            found[unit] = min(second.transfers[self.backward.gathered[unit]].duration, resting)
-            resting -= found[unit]
-        return found
+    def first_gathered_again(self) -> int | None:
+        """The unit that the backward needs first, if it gathers that again."""
+        first = next((each.unit for each in self.backward.collectives if each.gathers), None)
+        return first if first in self.forward.gathered else None
 
     @cached_property
     def gathered_again(self) -> tuple[int, ...]:

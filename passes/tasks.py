@@ -8,7 +8,7 @@ the cost model predicts them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -57,7 +57,7 @@ class Collective:
 def collectives_of(graph: fx.Graph) -> list[Collective]:
     """The collectives of a graph, in the order of their launches.
 
-    What the forward carries over counts in the backward, as a gather that is launched where it is taken over.
+    What the forward carries over counts in the backward, as a gather that is launched and waited for by one node.
     """
     touched = touches_of(graph, bases_of(graph))
     waits = {
@@ -78,7 +78,7 @@ def collectives_of(graph: fx.Graph) -> list[Collective]:
                 comm.kind,
                 comm.unit,
                 node,
-                waits[comm.kind, comm.unit],
+                node if comm.role is Role.TAKE else waits[comm.kind, comm.unit],
                 tuple(buffers),
                 tuple(each for each in nodes if each.op != "output"),
                 any(each.op == "output" for each in nodes),
@@ -131,9 +131,6 @@ def task_graph(
     ]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
     transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
-    for index, each in enumerate(collectives):
-        if marked_buffer(each.buffers[0]).carried:
-            transfers[index] = shortened(transfers[index], context.hidden[each.unit])
     return TaskGraph(tuple(compute), tuple(transfers))
 
 
@@ -155,13 +152,6 @@ def _unpacked_bytes(graph: fx.Graph, collectives: Sequence[Collective], segments
         )
         for segment in segments
     ]
-
-
-def shortened(transfer: Transfer, seconds: float) -> Transfer:
-    """What is left of a transfer that has been in flight for so long."""
-    latency = max(transfer.latency - seconds, 0.0)
-    rest = max(transfer.duration - seconds, 0.0)
-    return replace(transfer, latency=latency, wire_time=rest - latency)
 
 
 def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:

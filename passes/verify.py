@@ -101,6 +101,8 @@ class _Execution:
             else:
                 self._launch(node, comm)
                 launches.append((node, comm))
+            if comm is not None and comm.role is Role.TAKE:
+                self._wait(node, comm)
         for buffer, state in self.held.values():
             carried = marked_buffer(buffer).carried and self.context.part is Part.FORWARD
             if state is _State.IN_FLIGHT and not carried:
@@ -141,7 +143,7 @@ class _Execution:
         if comm.role is Role.LEAVE and self.context.part is not Part.BACKWARD:
             fail(self.context, node, "only a backward leaves reductions in flight")
         buffers = [self.bases[arg] for arg in node.all_input_nodes]
-        for buffer in buffers:
+        for buffer in buffers[1:] if comm.role is Role.TAKE else buffers:
             if self._state(buffer) != (buffer, _State.IN_FLIGHT):
                 fail(
                     self.context, node, f"a wait for no launch: no collective is in flight on the {self._name(buffer)}"
@@ -237,8 +239,8 @@ class _Execution:
 def _check_counts(launches: list[tuple[fx.Node, Comm]], part: Part, context: CompileContext) -> None:
     counts = Counter((comm.kind, comm.unit) for _, comm in launches if comm.role is not Role.CARRY)
     over = {Part.FORWARD: Role.CARRY, Part.BACKWARD: Role.TAKE}.get(part)
-    crossing = [comm.unit for _, comm in launches if comm.role is over]
-    if over is not None and sorted(crossing) != sorted(context.carried):
+    crossing = Counter(comm.unit for _, comm in launches if comm.role is over)
+    if over is not None and crossing != Counter(context.carried):
         fail(context, None, f"{part.value}: gathers of units {sorted(crossing)} cross, not {sorted(context.carried)}")
     for ordinal, unit in enumerate(context.units):
         gathers = counts[ALL_GATHER, ordinal]

@@ -282,9 +282,6 @@ class _Deferred:
     uses: object = None
 
 
-DONE: Pending = _Deferred(lambda: None)
-
-
 def _on_stream(name: str, device: torch.device, run: Callable[[], object]) -> Pending:
     """Runs ``run`` on a stream of its own, after what the device's current stream holds; the wait orders that stream
     after it. The device need not be the current one."""

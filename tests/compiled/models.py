@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vescale_compile as vc
-from vescale_compile.cost import PRESETS, Cluster
+from vescale_compile.cost import PRESETS
 from vescale_compile.examples.llama import Llama, LlamaConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -24,9 +24,6 @@ REFERENCE_TIMEOUT = timedelta(minutes=4)
 _H100 = PRESETS["h100"](2)
 SLOW_WIRE = replace(_H100, start=0.0, within=replace(_H100.within, bandwidth=1e6, latency=0.0))
 """A cluster on which communication takes far longer than computation, in proportion to its bytes."""
-
-FAR_APART = replace(_H100, start=0.0, within=replace(_H100.within, bandwidth=1e12, latency=3e-5))
-"""A cluster on which a message takes as long as some kernels, whatever its size."""
 
 
 class Block(nn.Module):
@@ -148,14 +145,12 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
-def sharded(
-    model: Model, *, compile: str | None = "eager", cluster: Cluster | None = None, **shard_options: Any
-) -> tuple[nn.Module, nn.Module]:
+def sharded(model: Model, *, compile: str | None = "eager", **shard_options: Any) -> tuple[nn.Module, nn.Module]:
     """The sharded model, and what to call: compiled with the lowering named, or the model itself."""
     built = vc.fully_shard(build(model), **shard_options)
     if compile is None:
         return built, built
-    return built, torch.compile(built, backend="vescale", options={"lowering": compile, "cluster": cluster})
+    return built, torch.compile(built, backend="vescale", options={"lowering": compile})
 
 
 def train(call: nn.Module, params: Iterable[nn.Parameter], data: list[Batch]) -> list[float]:

@@ -145,14 +145,8 @@ def test_the_prediction_is_the_schedules_timeline():
         assert found.seconds == pytest.approx(found.compute + found.exposed + found.slowdown)
         assert found.least <= found.seconds * (1 + 1e-9)
         launched = [event for event in part.schedule if event.startswith(("launch", "take"))]
-        own = [span for span in found.transfers if not span.what.endswith(", ahead")]
-        assert len(own) == sum(not event.endswith(", with the next") for event in launched)
-        carried = [event.removeprefix("carry ") + ", ahead" for event in part.schedule if event.startswith("carry")]
-        ahead = [span.what for span in found.transfers[len(own) :]]  # of those carried last, nothing may be hidden
-        assert ahead == carried[: len(ahead)] and bool(ahead) == bool(carried)
-        # Of a gather that the forward hides nothing is left in the backward.
-        assert all(0 <= span.start <= span.stop <= found.seconds * (1 + 1e-9) for span in found.transfers)
-        assert all(span.start < span.stop for span in own if part is not graph.parts[Part.BACKWARD])
+        assert len(found.transfers) == sum(not event.endswith(", with the next") for event in launched)
+        assert all(0 <= span.start < span.stop <= found.seconds * (1 + 1e-9) for span in found.transfers)
         assert found.computation[-1].stop <= found.seconds * (1 + 1e-9)
     assert graph.predicted_seconds == sum(part.prediction.seconds for part in graph.parts.values())
     assert 0 < graph.exposed_seconds < graph.predicted_seconds

@@ -28,8 +28,8 @@ overlap = importlib.import_module("vescale_compile.passes.overlap")  # which the
 
 COLLECTIVES = r"(start|wait|carry|take|leave)_(all_gather|reduce_scatter)"
 PRODUCTS = "mm|bmm|addmm|matmul_into"
-# To the scheduler taking what the forward launched is a launch, and leaving what the optimizer will wait for is a wait.
-VERBS = {Role.LAUNCH: "launch", Role.WAIT: "wait", Role.TAKE: "launch", Role.LEAVE: "wait"}
+# Taking what the forward launched, and leaving what the optimizer will wait for, are waits to the scheduler.
+VERBS = {Role.LAUNCH: "launch", Role.WAIT: "wait", Role.TAKE: "wait", Role.LEAVE: "wait"}
 
 
 class Call(NamedTuple):
@@ -70,7 +70,7 @@ class Lowered:
 
     @property
     def schedule_in_code(self) -> tuple[str, ...]:
-        pattern = rf"vescale\.{COLLECTIVES}\.default\(.*?, (\d+)(?:, '\w*')*(?:, True|, False)?(, with_next=True)?\)$"
+        pattern = rf"vescale\.{COLLECTIVES}\.default\(.*?, (\d+)(?:, '\w*')*(, with_next=True)?\)$"
         return tuple(
             f"{role.replace('start', 'launch')} {kind} of {self.context.units[int(unit)].name}"
             + ", with the next" * bool(shared)
@@ -79,6 +79,8 @@ class Lowered:
 
     @property
     def planned(self) -> list[str]:
+        """The schedule, without launches of what the forward has launched."""
+        taken = {self._name(node) for node in self.nodes if isinstance(node, Comm) and node.role is Role.TAKE}
         found = []
         for instruction in self.schedule.instructions:
             if isinstance(instruction, Run):
@@ -86,7 +88,7 @@ class Lowered:
                 continue
             names = [self.tasks.transfers[index].name for index in instruction.transfers]
             if isinstance(instruction, Launch):
-                found += [f"launch {name}" for name in names]
+                found += [f"launch {name}" for name in names if name not in taken]
             else:
                 found += [f"wait {name}" for name in names]
         return found

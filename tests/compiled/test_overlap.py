@@ -74,11 +74,9 @@ def test_reductions_are_waited_for_after_the_next_unit_has_begun(usual):
 
 def test_everything_launched_is_waited_for_or_left_to_who_reads_it(usual):
     for part in usual.parts.values():
-        launched, over = (
-            sorted(event.split(maxsplit=1)[1] for event in part.schedule if event.startswith(started))
-            for started in (("launch", "take"), ("wait", "leave"))
-        )
-        assert launched == over
+        launched = sorted(event.removeprefix("launch ") for event in part.schedule if event.startswith("launch"))
+        over = [event.split(maxsplit=1) for event in part.schedule if event.startswith(("wait", "leave"))]
+        assert launched == sorted(what for _, what in over)
     carried, taken = (part.schedule for part in usual.parts.values())
     assert "carry all_gather of (root)" in carried
     assert "take all_gather of (root)" in taken

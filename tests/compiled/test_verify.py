@@ -134,15 +134,7 @@ def test_a_gather_may_be_in_flight_when_the_forward_ends_if_it_is_carried_over()
 def test_what_is_carried_over_is_read_after_it_was_taken():
     graph = Graph()
     taken = graph.cross(Role.TAKE, graph.buffer(slot=True, carried=True))
-    graph.wait_gather(taken)
     graph.verify([graph.read(taken)], context(Part.BACKWARD, carried=(0,)))
-
-
-def test_reading_what_is_carried_over_before_its_wait():
-    graph = Graph()
-    early = graph.read(graph.cross(Role.TAKE, graph.buffer(slot=True, carried=True)))
-    with pytest.raises(GraphError, match=r"of unit layers\.0 are read before the wait of their collective"):
-        graph.verify([early], context(Part.BACKWARD, carried=(0,)))
 
 
 def test_reading_what_is_carried_over_before_it_was_taken():

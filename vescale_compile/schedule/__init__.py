@@ -6,7 +6,7 @@ what it does. Nothing here knows of PyTorch.
 
 from vescale_compile.schedule.bound import Bound, lower_bound
 from vescale_compile.schedule.budget import BudgetError, check_budget, least_peak
-from vescale_compile.schedule.early import IN_FLIGHT, launched_early
+from vescale_compile.schedule.early import launched_early
 from vescale_compile.schedule.exhaustive import best_schedule
 from vescale_compile.schedule.graph import Compute, TaskGraph, Transfer
 from vescale_compile.schedule.machine import ScheduleError
@@ -15,7 +15,6 @@ from vescale_compile.schedule.search import Scheduled, find_schedule, synchronou
 from vescale_compile.schedule.simulate import Timeline, TransferSpan, simulate
 
 __all__ = [
-    "IN_FLIGHT",
     "Bound",
     "BudgetError",
     "Compute",
