@@ -93,9 +93,9 @@ class BlockGrid:
 
 def own_blocks(param: Tensor, grid: BlockGrid) -> list[Block]:
     """The blocks that this rank holds of a parameter that :func:`block_counts` found to be cut between blocks."""
-    if not isinstance(param, RaggedDTensor):
-        return grid.held(0, param.numel()) or []
-    return grid.held(*param.placement.intervals(param.shape)[param.device_mesh.get_local_rank()]) or []
+    blocks = grid.held(*(param.interval if isinstance(param, RaggedDTensor) else (0, param.numel())))
+    assert blocks is not None
+    return blocks
 
 
 def block_counts(param: Tensor, grid: BlockGrid, name: str | None = None) -> list[int]:

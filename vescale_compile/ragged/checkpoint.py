@@ -69,5 +69,4 @@ def _in_row(row: int, begin: int, end: int, row_shape: tuple[int, ...]) -> list[
 
 
 def _held_boxes(tensor: RaggedDTensor) -> list[Box]:
-    start, stop = tensor.placement.intervals(tensor.shape)[tensor.device_mesh.get_local_rank()]
-    return run_to_boxes(start, stop, tensor.shape)
+    return run_to_boxes(*tensor.interval, tensor.shape)

@@ -50,6 +50,11 @@ class RaggedDTensor(DTensor):
         """The one placement of this tensor."""
         return self.placements[0]  # type: ignore[return-value]
 
+    @property
+    def interval(self) -> tuple[int, int]:
+        """The elements of the row-major flattened tensor that this rank holds: ``(start, stop)``."""
+        return self.placement.intervals(self.shape)[self.device_mesh.get_local_rank()]
+
     @staticmethod
     def from_local(  # type: ignore[override]
         local_tensor: torch.Tensor,

@@ -76,7 +76,7 @@ def scalar_operand(func: OpOverload, like: RaggedDTensor, value: torch.Tensor) -
 
 def my_slice(whole: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
     """The elements of a whole tensor that this rank holds of `like`, flat; a view if it can be."""
-    start, stop = like.placement.intervals(like.shape)[like.device_mesh.get_local_rank()]
+    start, stop = like.interval
     return whole.reshape(-1)[start:stop]
 
 
