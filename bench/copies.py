@@ -191,9 +191,8 @@ class Profile:
             self._read(child, where)
         if event.name in PRODUCTS:
             del self.copies[before:]
-        # Where operators are made of others, the innermost is the one that copies.
-        if not where.library and len(self.copies) == before:
-            self.copies += self._copies(event, inputs, where)
+        if not where.library:
+            self.copies += self._copies_itself(event, inputs, where, self.copies[before:])
         for storage in self._filled(event.name, inputs):
             self.uses[storage].append(Use(event.start_time_ns, "", False, where))
 
@@ -226,6 +225,13 @@ class Profile:
             unwritten.setdefault(storage, self.sizes.get(storage, math.inf) - rounding + 1)
             unwritten[storage] -= _nbytes(tensor)
         return (storage for storage, left in unwritten.items() if left <= 0)
+
+    def _copies_itself(self, event: Any, inputs: Sequence[Any], where: Where, within: Sequence[Copy]) -> list[Copy]:
+        """What an event copies unless an operator that it is made of has copied that. On GPUs some only copy a table of
+        addresses, for a kernel of their own."""
+        copied = list(self._copies(event, inputs, where))
+        ends = {end for copy in copied for end in (copy.source, *copy.targets)}
+        return [] if any(ends & {copy.source, *copy.targets} for copy in within) else copied
 
     def _copies(self, event: Any, inputs: Sequence[Any], where: Where) -> Iterator[Copy]:
         if event.name in self.kernels:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
 import signal
 import time
-from multiprocessing import connection, get_context
+from multiprocessing import connection, context, get_context
 from typing import Any
 
+import torch
 from worker import Job, Trainer, serve
 
 GRACE_S = 5.0
@@ -18,15 +19,15 @@ LOG_TAIL = 4000
 
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
-# Inductor compiles as it does for users, C++ in threads of the rank. Triton kernels it would compile in processes of a
-# pool that starts with the import, and so in the process that ranks are forked from: they would inherit a dead one.
-if importlib.util.find_spec("triton") is not None:
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# What ranks import before anything is measured: it is in every system's baseline of memory, whether it compiles or not.
+_IMPORTED = ["torch._inductor.compile_fx", "torch.distributed.fsdp", "systems", "worker"]
 
-# Ranks are forked from one process that has imported everything: they start at once, and the imports are in
-# every system's baseline of memory, whether it compiles or not.
-_context = get_context("forkserver")
-_context.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.fsdp", "systems", "worker"])
+_context: context.SpawnContext | context.ForkServerContext
+if torch.backends.cuda.is_built():  # it asks for GPUs as it is imported, and can't use them after a fork
+    _context = get_context("spawn")
+else:  # forked from one process that has imported everything, ranks start at once
+    _context = get_context("forkserver")
+    _context.set_forkserver_preload(_IMPORTED)
 
 
 class RanksFailed(Exception):
@@ -42,7 +43,7 @@ class Ranks:
         self.processes: list[Any] = []
         for rank in range(job.ranks):
             pipe, remote = _context.Pipe()
-            process = _context.Process(target=serve, args=(remote, kind, job, rank), daemon=True)
+            process = _context.Process(target=_serve, args=(remote, kind, job, rank), daemon=True)
             process.start()
             remote.close()
             self.pipes.append(pipe)
@@ -108,3 +109,9 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _serve(*args: Any) -> None:
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    serve(*args)

@@ -60,6 +60,21 @@ def test_splitting_after_a_gather_is_a_copy() -> None:
     assert found.copied_bytes == FULL and found.cast_bytes == 0
 
 
+def test_an_operator_that_copies_a_table_of_its_own_is_counted_by_what_it_moves() -> None:
+    def joined_by_one_kernel(parts: list[torch.Tensor], dim: int, chunks: int, *, out: torch.Tensor) -> torch.Tensor:
+        torch.empty(len(parts)).copy_(torch.ones(len(parts)))
+        return torch.add(parts[0], 0, out=out)
+
+    library = torch.library.Library("aten", "IMPL")  # as GPUs do it
+    library.impl("_chunk_cat.out", joined_by_one_kernel, "CPU")
+    full = torch.ones(N * WORLD)
+    try:
+        found = copies(lambda: reduced(torch._chunk_cat([full], 0, 1, out=torch.empty(N * WORLD))))
+    finally:
+        library._destroy()
+    assert found.by_operator == {"aten::_chunk_cat": FULL}
+
+
 def test_copying_a_shard_to_where_it_is_gathered_from_is_a_copy() -> None:
     sources = [torch.ones(N // 2) for _ in range(2)]
 

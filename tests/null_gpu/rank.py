@@ -1,0 +1,52 @@
+"""One rank that trains the example on the null GPU for three steps, and prints what it took."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+import vescale_compile as vc
+from vescale_compile.examples.llama import SIZES, Llama
+
+STEPS = 3
+
+
+def main(rank: int, world_size: int, rendezvous: str, options: dict[str, object]) -> None:
+    log = ctypes.CDLL(None).null_gpu_log
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, device_id=device
+    )
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated()
+    with device:
+        model = Llama(SIZES["small"])
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+    precision = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    vc.fully_shard(model, mp_policy=precision)
+    compiled = torch.compile(model, backend="vescale", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    report = vc.explain(compiled, tokens, tokens)
+    for step in range(STEPS):
+        log(b"step %d", step)
+        torch.cuda.reset_peak_memory_stats()
+        compiled(tokens, tokens).backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        optimizer.step()
+        optimizer.zero_grad()
+    log(b"step %d", STEPS)
+    units = len({unit.name for graph in report.graphs for unit in graph.units})
+    kept = (value for state in optimizer.state.values() for value in state.values() if value.dim())
+    states = sum(value.to_local().nbytes for value in kept)
+    planned = max(graph.peak_bytes for graph in report.graphs)
+    print(json.dumps({"peak": peak, "planned": planned, "states": states, "units": units}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

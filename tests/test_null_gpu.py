@@ -1,0 +1,175 @@
+"""A step on GPUs, on a machine without one: what is launched, on which streams, and what memory it takes.
+
+Where PyTorch is built with CUDA: ``make test TORCH=torch==2.11.0 VENV=.venv-cuda ARGS=tests/test_null_gpu.py``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from null_gpu.build import build
+
+RANKS = 2
+STEPS = Path(__file__).parent / "null_gpu" / "rank.py"
+BENCH = Path(__file__).parents[1] / "bench"
+WORKSPACES = 2 * (32 << 20)
+"""bytes that PyTorch gives cuBLAS on an H100, once for the thread of the forward and once for the backward's"""
+
+pytestmark = [
+    pytest.mark.slow,  # left out of `make test-fast`
+    pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of PyTorch can't use GPUs"),
+]
+
+
+@dataclass
+class Trained:
+    """What a rank said, and its log."""
+
+    peak: int
+    planned: int
+    states: int
+    units: int
+    log: list[list[str]]
+
+    @property
+    def step(self) -> list[list[str]]:
+        """The last step's lines."""
+        return self.log[self.log.index(["step", "2"]) : self.log.index(["step", "3"])]
+
+    def of(self, *kinds: str) -> list[list[str]]:
+        return [line for line in self.step if line[0] in kinds]
+
+
+class Access(NamedTuple):
+    """What an operation does to memory."""
+
+    start: int
+    size: int
+    writes: bool
+
+    def meets(self, other: "Access") -> bool:
+        """Whether the two must happen one after the other."""
+        apart = self.start + self.size <= other.start or other.start + other.size <= self.start
+        return (self.writes or other.writes) and not apart
+
+
+def _of_product(*operands: str) -> list[Access]:
+    """Of a product's operands only the first byte is known."""
+    return [Access(int(each, 16), 1, place == 2) for place, each in enumerate(operands)]
+
+
+def _of_collective(sent: str, sent_bytes: str, received: str, received_bytes: str) -> list[Access]:
+    return [Access(int(sent, 16), int(sent_bytes), False), Access(int(received, 16), int(received_bytes), True)]
+
+
+ACCESSES: dict[str, Callable[..., list[Access]]] = {
+    "product": _of_product,
+    "all_gather": _of_collective,
+    "reduce_scatter": _of_collective,
+}
+
+
+@pytest.fixture(scope="module")
+def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process with GPUs that do nothing."""
+    folder = tmp_path_factory.mktemp("null_gpu")
+    return {**os.environ, **build(folder), "NULL_GPU_COUNT": str(RANKS)}
+
+
+def trained(environment: dict[str, str], folder: Path, **options: object) -> Trained:
+    """Rank 0 of two that train for three steps."""
+    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(STEPS), str(rank), str(RANKS), str(folder / "rendezvous"), json.dumps(options)],
+            env={**environment, "NULL_GPU_LOG": str(log)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    said = [process.communicate(timeout=300) for process in processes]
+    for process, (_, errors) in zip(processes, said, strict=True):
+        assert process.returncode == 0, errors[-4000:]
+    return Trained(**json.loads(said[0][0].splitlines()[-1]), log=[line.split() for line in logs[0].open()])
+
+
+@pytest.fixture(scope="module")
+def run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained(null_gpu, tmp_path_factory.mktemp("trained"))
+
+
+def test_a_step_gathers_each_unit_twice_and_reduces_it_once(run: Trained) -> None:
+    found = Counter(line[0] for line in run.of("all_gather", "reduce_scatter", "all_reduce"))
+    assert found == {"all_gather": 2 * run.units, "reduce_scatter": run.units}
+
+
+def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(run: Trained) -> None:
+    assert run.of("product") and not run.of("copy")
+
+
+def test_collectives_are_on_other_streams_than_computation_and_reductions_on_another_than_gathers(run: Trained) -> None:
+    gathers, reductions, products = (
+        {line[1] for line in run.of(kind)} for kind in ("all_gather", "reduce_scatter", "product")
+    )
+    assert len(products) == 1 and gathers.isdisjoint(reductions) and products.isdisjoint(gathers | reductions)
+
+
+def test_no_stream_reads_or_writes_memory_that_another_may_still_be_writing(run: Trained) -> None:
+    clocks: dict[str, Counter[str]] = defaultdict(Counter)  # by stream or event: what it has waited for, by stream
+    done: list[tuple[Access, str, int]] = []
+    checked = 0
+    for line in run.log[run.log.index(["step", "0"]) :]:
+        stream = line[1]
+        if line[0] == "record":
+            clocks[line[2]] = clocks[stream].copy()
+        elif line[0] == "wait":
+            clocks[stream] |= clocks[line[2]]
+        elif accesses := ACCESSES[line[0]](*line[2:]) if line[0] in ACCESSES else ():
+            clocks[stream][stream] += 1
+            for access in accesses:
+                for before, other, time in done:
+                    if other != stream and access.meets(before):
+                        assert clocks[stream][other] >= time, line
+                        checked += 1
+            done += [(access, stream, clocks[stream][stream]) for access in accesses]
+    assert checked > 0
+
+
+def test_the_peak_is_what_was_planned_with_the_workspaces_of_cublas(run: Trained) -> None:
+    assert run.peak - WORKSPACES == pytest.approx(run.planned + run.states, rel=0.03)
+
+
+def test_registered_memory_is_what_is_gathered_into_and_reduced_out_of(
+    null_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    run = trained(null_gpu, tmp_path, registered_memory=True)
+    registered = [(int(line[1], 16), int(line[2])) for line in run.log if line[0] == "registered"]
+    slots = [int(line[4], 16) for line in run.of("all_gather")]
+    slots += [int(line[2], 16) for line in run.of("reduce_scatter")]
+    assert slots and all(any(start <= slot < start + size for start, size in registered) for slot in slots)
+
+
+def test_the_benchmark_counts_what_fsdp2_copies_on_a_gpu(null_gpu: dict[str, str], tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    arguments = "--device cuda --world 8 --model tiny --seq 32 --steps 1 --warmup 1 --warm-starts 1 --policies reshard"
+    subprocess.run(
+        [sys.executable, str(BENCH / "compare.py"), *arguments.split(), "--systems", "fsdp2", "--json", str(found)],
+        env=null_gpu,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    (result,) = json.loads(found.read_text())["results"]
+    profile = result["profile"]
+    received = sum(kind["sent_bytes"] for kind in profile["collectives"].values())
+    assert profile["copies"]["copied_bytes"] >= received
