@@ -7,7 +7,7 @@ the other graphs of the step take, of slots and of everything else, is counted w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -37,6 +37,7 @@ from .tasks import Collective, collectives_of, seconds_of, segments_of, task_gra
 LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
 
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
+_CLOSE = 1 / 16  # of what the budget leaves, between one that fits and one that does not
 
 
 def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -69,9 +70,8 @@ def _schedule(
     segments: Sequence[list[fx.Node]],
     others: Sequence[Need],
 ) -> Scheduled:
-    """Finds the schedule and moves the graph's nodes to match. Slots are never as full as they are large: while they
-    exceed the budget, the schedule gets less. And slots of one unit's size may be of no use to another's: what fits as
-    bytes but not as slots may fit if nothing overlaps, or if launches are not as early as they could be."""
+    """Finds the schedule and moves the graph's nodes to match. Slots of one unit's size may be of no use to another's:
+    what fits as bytes but not as slots may fit if nothing overlaps, or if launches are not as early as can be."""
     assert context.part is not None
     least = least_peak(tasks)
     budget = context.room(max([least + room_ahead(tasks), *(other.allowance for other in others)]))
@@ -81,13 +81,7 @@ def _schedule(
         _place_carried(graph)
         return _planned_bytes(graph, context, others)
 
-    limit = max(budget, least)
-    for _ in range(_ATTEMPTS):
-        found = find_schedule(tasks, limit)
-        planned = planned_with(found)
-        if planned <= budget or limit == least:
-            break
-        limit = max(min(limit, found.timeline.peak_bytes) - (planned - budget), least)
+    found, planned = _fitting(tasks, budget, least, planned_with)
     if context.memory_budget is not None and planned > context.memory_budget:
         found = synchronous_schedule(tasks)
         planned = planned_with(found)
@@ -99,6 +93,32 @@ def _schedule(
         return early
     planned_with(found)
     return found
+
+
+def _fitting(
+    tasks: TaskGraph, budget: int, least: int, planned_with: Callable[[Scheduled], int]
+) -> tuple[Scheduled, int]:
+    """The fastest schedule found whose slots fit in the budget, and the bytes planned with it; if none, one that does
+    not fit.
+
+    Slots are never as full as they are large: where they exceed the budget, the schedule gets less, and then again
+    more, halfway to what exceeded it."""
+    low, high = least, max(budget, least)
+    limit = high
+    best: tuple[Scheduled, int] | None = None
+    for _ in range(_ATTEMPTS):
+        found = find_schedule(tasks, limit)
+        planned = planned_with(found)
+        if planned <= budget:
+            if best is None or found.timeline.makespan < best[0].timeline.makespan:
+                best = found, planned
+            low = limit
+        else:
+            high = min(limit, found.timeline.peak_bytes)
+        if low >= high or (best is not None and high - low < _CLOSE * (budget - least)):
+            break
+        limit = (low + high) // 2 if best is not None else max(high - (planned - budget), least)
+    return best or (found, planned)
 
 
 def _refuse(tasks: TaskGraph, context: CompileContext) -> None:

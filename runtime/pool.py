@@ -1,7 +1,8 @@
 """Static memory for communication: slots that all compiled graphs of a process share.
 
-Graphs run one after another, and what a slot holds seldom outlives the graph that filled it. So a graph's first slot of
-a dtype is every graph's first: as large as the largest that a living graph asked for. What a forward leaves for a
+Graphs run one after another, and what a slot holds seldom outlives the graph that filled it. So a graph's largest slot
+is every graph's largest, and so on down, whatever their dtypes: gathered parameters in bfloat16 lie where the backward
+has gradients in float32. Each is as large as the largest that a living graph asked for. What a forward leaves for a
 backward lies in slots set apart for that, and for its process group: where groups overlap, a rank may run a graph of
 another in between. Slots are allocated when a graph is first called, all that it and its backward use together, and
 freed with the last graph that uses them. They come from PyTorch's allocator, or, where it was asked for, from the
@@ -32,16 +33,20 @@ class SlotSpec(NamedTuple):
     device: torch.device
     carried: str = ""  # the process group, if it is set apart for what a forward leaves for a backward
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
 
 class _Memory:
-    """A slot's memory; grows when a graph comes that wants more."""
+    """A slot's memory, in bytes; grows when a graph comes that wants more."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.tensor: Tensor | None = None
         self.group = group  # whose registered memory it is
 
     def has(self, spec: SlotSpec) -> bool:
-        return self.tensor is not None and self.tensor.numel() >= spec.numel
+        return self.tensor is not None and self.tensor.numel() >= spec.nbytes
 
     def grow(self, spec: SlotSpec) -> None:
         if not self.has(spec):
@@ -51,13 +56,13 @@ class _Memory:
 
     def take(self, spec: SlotSpec) -> Tensor:
         assert self.tensor is not None
-        return self.tensor.narrow(0, 0, spec.numel)
+        return self.tensor.narrow(0, 0, spec.nbytes).view(spec.dtype)
 
     def _allocate(self, spec: SlotSpec) -> Tensor:
         """Zeroed: padding is sent too, and NCCL's check for NaN (``TORCH_NCCL_NAN_CHECK``) must find none there."""
         if self.group is not None:
-            return allocate_registered(spec.numel, spec.dtype, spec.device, self.group).zero_()
-        return torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
+            return allocate_registered(spec.nbytes, torch.uint8, spec.device, self.group).zero_()
+        return torch.zeros(spec.nbytes, dtype=torch.uint8, device=spec.device)
 
 
 _last_use: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
@@ -112,7 +117,7 @@ class StepSlots:
         return call
 
     def _allocate(self) -> None:
-        for memory, spec in sorted(self._wanted, key=lambda wanted: -wanted[1].numel):  # none twice
+        for memory, spec in sorted(self._wanted, key=lambda wanted: -wanted[1].nbytes):  # none twice
             memory.grow(spec)
 
 
@@ -133,7 +138,7 @@ def pooled_bytes(graphs: Iterable[Sequence[SlotSpec]]) -> int:
     largest: dict[tuple[Any, ...], int] = {}
     for specs in graphs:
         for key, spec in zip(_places(specs), specs, strict=True):
-            largest[key] = max(largest.get(key, 0), spec.numel * spec.dtype.itemsize)
+            largest[key] = max(largest.get(key, 0), spec.nbytes)
     return sum(largest.values())
 
 
@@ -142,11 +147,16 @@ def _reserve(specs: Sequence[SlotSpec], registered: dist.ProcessGroup | None) ->
 
 
 def _places(specs: Sequence[SlotSpec]) -> list[tuple[Any, ...]]:
-    """Which of the slots of its dtype and device, and set apart for the same, each is."""
+    """Which of the slots of its device, and set apart for the same, each is: the largest is the first.
+
+    Codes of quantized values have slots of their own. What they leave in padding would be NaN as a gradient, which two
+    finite numbers of 16 bits, read as one of 32, never are.
+    """
     taken: Counter[tuple[Any, ...]] = Counter()
-    places = []
-    for spec in specs:
-        kind = (spec.dtype, spec.device, spec.carried)
-        places.append((*kind, taken[kind]))
+    places: dict[int, tuple[Any, ...]] = {}
+    for index in sorted(range(len(specs)), key=lambda index: -specs[index].nbytes):
+        spec = specs[index]
+        kind = (spec.dtype.is_floating_point, spec.device, spec.carried)
+        places[index] = (*kind, taken[kind])
         taken[kind] += 1
-    return places
+    return [places[index] for index in range(len(specs))]

@@ -172,7 +172,7 @@ def test_slots_of_the_backward_are_allocated_with_those_of_the_forward():
     allocated, allocate = [], pool._Memory._allocate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool._Memory, "_allocate", lambda memory, spec: allocated.append(spec) or allocate(memory, spec))
-        model, call = models.sharded(lambda: models.Uneven().double())  # of which no other graph here has slots
+        model, call = models.sharded(lambda: models.Uneven().double())  # slots larger than any other graph's here
         (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager"}).graphs
         for _ in range(2):
             loss = call(*models.batches(1, 11)[0])

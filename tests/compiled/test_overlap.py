@@ -5,6 +5,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import models
@@ -123,6 +124,18 @@ def test_where_the_slots_of_what_overlaps_do_not_fit_nothing_overlaps():
         overlapping = mock.patch.object(overlap, "synchronous_schedule", lambda t: find_schedule(t, least_peak(t)))
         with overlapping, pytest.raises(Exception, match=r"a step takes .* with its slots"):
             explained(OneLarge, cluster=models.SLOW_WIRE, memory_budget=budget)
+
+
+def test_of_the_schedules_whose_slots_fit_the_fastest_is_looked_for(monkeypatch):
+    def found(tasks, limit):
+        return SimpleNamespace(limit=limit, timeline=SimpleNamespace(makespan=-limit, peak_bytes=limit))
+
+    def planned(schedule):  # what uses more than 650 bytes wastes 400
+        return schedule.limit + (400 if schedule.limit > 650 else 0)
+
+    monkeypatch.setattr(overlap, "find_schedule", found)
+    best, taken = overlap._fitting(None, 1000, 100, planned)
+    assert 650 - 900 / 16 < best.limit <= 650 and taken == best.limit
 
 
 def test_an_impossible_budget_says_what_is_needed():

@@ -1,0 +1,46 @@
+"""What slots of graphs are one: of whatever sizes and dtypes, the largest of each."""
+
+import pytest
+import torch
+
+from vescale_compile.runtime.pool import SlotSpec, StepSlots, pooled_bytes
+
+CPU = torch.device("cpu")
+
+
+def addresses(*graphs: list[SlotSpec]) -> list[list[int]]:
+    """Where the slots of living graphs lie."""
+    steps = [StepSlots().add(lambda slots: slots, specs) for specs in graphs]
+    steps = [*steps, *steps]  # the second time none has to grow
+    return [[slot.data_ptr() for slot in step([])] for step in steps][len(graphs) :]
+
+
+def test_gathered_parameters_and_gradients_of_another_dtype_share_memory():
+    parameters = [SlotSpec(16, torch.bfloat16, CPU), SlotSpec(64, torch.bfloat16, CPU)]
+    gradients = [SlotSpec(32, torch.float32, CPU)]
+    (small, large), (reduced,) = addresses(parameters, gradients)
+    assert large == reduced != small
+    assert pooled_bytes([parameters, gradients]) == 32 + 128
+
+
+def test_the_largest_of_each_graph_are_one_in_whatever_order_they_come():
+    (first, second), (third, fourth) = addresses(
+        [SlotSpec(8, torch.float32, CPU), SlotSpec(2, torch.float32, CPU)],
+        [SlotSpec(3, torch.float32, CPU), SlotSpec(6, torch.float32, CPU)],
+    )
+    assert (first, second) == (fourth, third)
+
+
+def test_codes_and_what_is_carried_lie_apart():
+    sizes = [SlotSpec(8, torch.float32, CPU), SlotSpec(32, torch.uint8, CPU), SlotSpec(8, torch.float32, CPU, "0")]
+    found = addresses(*([size] for size in sizes))
+    assert len({address for (address,) in found}) == 3
+    assert pooled_bytes([[size] for size in sizes]) == 96
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_finite_parameters_leave_in_padding_is_finite_as_a_gradient(dtype):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    finite = every[every.isfinite()]
+    for low in (finite[0], finite[-1], finite.max(), finite.min()):
+        assert torch.stack([low.expand_as(finite), finite], dim=1).view(torch.float32).isfinite().all()
