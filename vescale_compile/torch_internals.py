@@ -93,7 +93,9 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 # Renamed in PyTorch 2.13, where the older name warns.
-_hint_of = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint  # type: ignore[attr-defined]
+_hint_of = next(
+    getattr(symbolic_shapes, name) for name in ("optimization_hint", "size_hint") if hasattr(symbolic_shapes, name)
+)
 
 
 def size_hint(size: int | torch.SymInt) -> int:
