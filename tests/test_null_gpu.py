@@ -16,10 +16,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from null_gpu.build import build
+from scripts import BENCH
 
 RANKS = 2
-STEPS = Path(__file__).parent / "null_gpu" / "rank.py"
-BENCH = Path(__file__).parents[1] / "bench"
+TRAIN = Path(__file__).parent / "null_gpu" / "train.py"
 WORKSPACES = 2 * (32 << 20)
 """bytes that PyTorch gives cuBLAS on an H100, once for the thread of the forward and once for the backward's"""
 
@@ -84,23 +84,17 @@ def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, **build(folder), "NULL_GPU_COUNT": str(RANKS)}
 
 
+def python(environment: dict[str, str], script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
 def trained(environment: dict[str, str], folder: Path, **options: object) -> Trained:
-    """Rank 0 of two that train for three steps."""
-    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(STEPS), str(rank), str(RANKS), str(folder / "rendezvous"), json.dumps(options)],
-            env={**environment, "NULL_GPU_LOG": str(log)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    said = [process.communicate(timeout=300) for process in processes]
-    for process, (_, errors) in zip(processes, said, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    return Trained(**json.loads(said[0][0].splitlines()[-1]), log=[line.split() for line in logs[0].open()])
+    """Rank 0 of some that train for three steps."""
+    said = python(environment, TRAIN, str(RANKS), str(folder), json.dumps(options)).stdout.splitlines()[-1]
+    return Trained(**json.loads(said), log=[line.split() for line in (folder / "rank0.log").open()])
 
 
 @pytest.fixture(scope="module")
@@ -162,14 +156,8 @@ def test_registered_memory_is_what_is_gathered_into_and_reduced_out_of(
 def test_the_benchmark_counts_what_fsdp2_copies_on_a_gpu(null_gpu: dict[str, str], tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     arguments = "--device cuda --world 8 --model tiny --seq 32 --steps 1 --warmup 1 --warm-starts 1 --policies reshard"
-    subprocess.run(
-        [sys.executable, str(BENCH / "compare.py"), *arguments.split(), "--systems", "fsdp2", "--json", str(found)],
-        env=null_gpu,
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    python(null_gpu, BENCH / "compare.py", *arguments.split(), "--systems", "fsdp2", "--json", str(found))
     (result,) = json.loads(found.read_text())["results"]
     profile = result["profile"]
-    received = sum(kind["sent_bytes"] for kind in profile["collectives"].values())
-    assert profile["copies"]["copied_bytes"] >= received
+    sent = sum(kind["sent_bytes"] for kind in profile["collectives"].values())
+    assert profile["copies"]["copied_bytes"] >= sent

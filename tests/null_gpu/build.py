@@ -1,4 +1,4 @@
-"""Libraries that stand in for a GPU's: under them a build of PyTorch with CUDA runs on a machine that has none.
+"""A library that stands in for a GPU's: under it a build of PyTorch with CUDA runs on a machine that has none.
 
 Everything up to the GPU is real: PyTorch's kernels and Triton's are compiled and launched, its caching allocator and
 its NCCL process groups work, on streams and with events. What they call does nothing, and writes down that it was
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,18 +21,21 @@ CALLED = re.compile("_*cuda|cu(blas|dnn|sparse|solver|rand|fft|File|pti)|nccl|nv
 
 
 def build(folder: Path) -> dict[str, str]:
-    """Compiles the libraries into a folder; returns the environment that puts them in the place of CUDA's."""
+    """Compiles the library into a folder; returns the environment that puts it in the place of CUDA's."""
     packages = PYTORCH.parents[1]
     cuda = next(packages.glob("nvidia/*/include/cuda.h"))
     # CUDA's own package lacks some headers that it includes; Triton has them.
     headers = [cuda.parent, packages / "triton/backends/nvidia/include"]
-    runtime = [_compiled(SOURCES / name, folder, headers) for name in ("runtime.c", "libraries.c")]
+    objects = [_compiled(source, folder, headers) for source in sorted(SOURCES.glob("*.c"))]
     called = {name for library in CALLERS for name in _symbols(PYTORCH / library, "U") if CALLED.match(name)}
-    preloaded = _linked("libnull_gpu.so", runtime, called, folder)
-    driver = _compiled(SOURCES / "driver.c", folder, headers)
-    declared = set(re.findall(r"\bcu[A-Z]\w*", cuda.read_text()))
-    _linked("libcuda.so.1", [driver], declared, folder)
-    return {"LD_PRELOAD": str(preloaded), "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder)}
+    declared = set(re.findall(r"\bcu[A-Z]\w*", cuda.read_text()))  # the driver's, which are called by name
+    missing = sorted((called | declared).difference(*(_symbols(path, "T") for path in objects)))
+    rest = folder / "rest.c"
+    rest.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in missing))
+    made = folder / "libcuda.so.1"  # by this name the driver is looked for
+    parts = [str(path) for path in (*objects, _compiled(rest, folder))]
+    subprocess.run(["gcc", "-shared", f"-Wl,-soname,{made.name}", "-o", str(made), *parts, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(made), "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder)}
 
 
 def _compiled(source: Path, folder: Path, headers: Sequence[Path] = ()) -> Path:
@@ -41,17 +44,6 @@ def _compiled(source: Path, folder: Path, headers: Sequence[Path] = ()) -> Path:
     subprocess.run(
         ["gcc", "-O1", "-fPIC", "-fno-builtin", "-w", *include, "-c", str(source), "-o", str(made)], check=True
     )
-    return made
-
-
-def _linked(name: str, objects: Sequence[Path], called: Iterable[str], folder: Path) -> Path:
-    """A library of the objects, and of functions that do nothing and succeed by what other names are called."""
-    missing = sorted(set(called).difference(*(_symbols(path, "T") for path in objects)))
-    rest = folder / f"{name}.rest.c"
-    rest.write_text("".join(f"int {each}(void) {{ return 0; }}\n" for each in missing))
-    made = folder / name
-    parts = [str(path) for path in (*objects, _compiled(rest, folder))]
-    subprocess.run(["gcc", "-shared", f"-Wl,-soname,{name}", "-o", str(made), *parts, "-ldl"], check=True)
     return made
 
 

@@ -1,45 +1,30 @@
-/* CUDA's driver, libcuda.so.1, as Triton's launchers and PyTorch call it: kernels are loaded, and do nothing. */
-#include <cuda.h>
-#include <dlfcn.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+/* CUDA's driver, as Triton's launchers and PyTorch call it: kernels are loaded, and do nothing. */
+#include "log.h"
 
-static void log_line(const char *line) {
-  void (*log)(const char *, ...) = dlsym(RTLD_DEFAULT, "null_gpu_log");
-  if (log != NULL)
-    log("%s", line);
-}
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <string.h>
 
 CUresult cuDriverGetVersion(int *version) {
   *version = CUDA_VERSION;
   return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetCount(int *count) {
-  *count = 1;
-  return CUDA_SUCCESS;
-}
+CUresult cuDeviceGetCount(int *count) { return cudaGetDeviceCount(count); }
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
   *device = ordinal;
   return CUDA_SUCCESS;
 }
 
+/* The runtime has the driver's attributes under the same numbers, but for some of the driver's own. */
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-  switch (attribute) {
-  case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = 1024; break;
-  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK: *value = 49152; break;
-  case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = 232448; break;
-  case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK: *value = 65536; break;
-  case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
-  case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 132; break;
-  case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
-  case CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: *value = 1; break; /* PyTorch wants it for registered memory */
-  default: *value = 0;
+  if (attribute == CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED) { /* PyTorch wants it for registered memory */
+    *value = 1;
+    return CUDA_SUCCESS;
   }
-  return CUDA_SUCCESS;
+  return cudaDeviceGetAttribute(value, attribute, device);
 }
 
 static CUcontext the_context(void) {
@@ -96,14 +81,11 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 }
 
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads, size_t shared) {
-  *blocks = 4;
-  return CUDA_SUCCESS;
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared);
 }
 
 static CUresult launch(CUfunction function, CUstream stream) {
-  char line[512];
-  snprintf(line, sizeof line, "kernel %p %s", (void *)stream, (const char *)function);
-  log_line(line);
+  null_gpu_log("kernel %p %s", (void *)stream, (const char *)function);
   return CUDA_SUCCESS;
 }
 

@@ -87,6 +87,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
   switch (attribute) {
   case cudaDevAttrMaxThreadsPerBlock: *value = properties.maxThreadsPerBlock; break;
   case cudaDevAttrMaxSharedMemoryPerBlock: *value = properties.sharedMemPerBlock; break;
+  case cudaDevAttrMaxRegistersPerBlock: *value = properties.regsPerBlock; break;
   case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = properties.sharedMemPerBlockOptin; break;
   case cudaDevAttrWarpSize: *value = properties.warpSize; break;
   case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
@@ -305,6 +306,5 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const voi
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads,
                                                                    size_t shared, unsigned flags) {
-  *blocks = 4;
-  return cudaSuccess;
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared);
 }

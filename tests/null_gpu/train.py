@@ -1,9 +1,10 @@
-"""One rank that trains the example on the null GPU for three steps, and prints what it took."""
+"""Ranks that train the example on null GPUs for three steps; the first prints what it took."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 
 import torch
@@ -11,17 +12,17 @@ import torch.distributed as dist
 
 import vescale_compile as vc
 from vescale_compile.examples.llama import SIZES, Llama
+from vescale_compile.local_ranks import start_local_ranks
 
 STEPS = 3
 
 
-def main(rank: int, world_size: int, rendezvous: str, options: dict[str, object]) -> None:
+def train(rank: int, folder: str, options: dict[str, object], world_size: int, rendezvous: str) -> None:
+    os.environ["NULL_GPU_LOG"] = f"{folder}/rank{rank}.log"
     log = ctypes.CDLL(None).null_gpu_log
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, device_id=device
-    )
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world_size, device_id=device)
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated()
     with device:
@@ -44,9 +45,10 @@ def main(rank: int, world_size: int, rendezvous: str, options: dict[str, object]
     kept = (value for state in optimizer.state.values() for value in state.values() if value.dim())
     states = sum(value.to_local().nbytes for value in kept)
     planned = max(graph.peak_bytes for graph in report.graphs)
-    print(json.dumps({"peak": peak, "planned": planned, "states": states, "units": units}))
+    if rank == 0:
+        print(json.dumps({"peak": peak, "planned": planned, "states": states, "units": units}))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    start_local_ranks(train, (sys.argv[2], json.loads(sys.argv[3])), int(sys.argv[1]))
