@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from workload import Forward, Policy, Workload
 
 from vescale_compile.runtime import ops
 from vescale_compile.runtime.collectives import scratch_numel
+from vescale_compile.runtime.groups import name_group
 
 
 class _Unit(NamedTuple):
@@ -31,11 +33,12 @@ class _Unit(NamedTuple):
 def communication_alone(model: nn.Module, workload: Workload, policy: Policy) -> Forward:
     """Returns a forward that gathers, with a backward that reduces. The loss is 0."""
     units = _units(model, workload)
+    group = name_group(init_device_mesh(workload.device, (dist.get_world_size(),)), 0)
     again = policy is Policy.RESHARD
     anchor = torch.zeros((), device=workload.device, requires_grad=True)
 
     def forward(tokens: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = _Exchange.apply(anchor, units, again)
+        loss: Tensor = _Exchange.apply(anchor, units, group, again)
         return loss
 
     return forward
@@ -43,29 +46,29 @@ def communication_alone(model: nn.Module, workload: Workload, policy: Policy) ->
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, units: list[_Unit], again: bool) -> Tensor:
-        ctx.units, ctx.again = units, again
-        _gather(units)
+    def forward(ctx: Any, anchor: Tensor, units: list[_Unit], group: str, again: bool) -> Tensor:
+        ctx.units, ctx.group, ctx.again = units, group, again
+        _gather(units, group)
         return anchor.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.again:
-            _gather(ctx.units)
-        _reduce(ctx.units)
-        return grads[0], None, None
+            _gather(ctx.units, ctx.group)
+        _reduce(ctx.units, ctx.group)
+        return grads[0], None, None, None
 
 
-def _gather(units: list[_Unit]) -> None:
+def _gather(units: list[_Unit], group: str) -> None:
     for number, unit in enumerate(units):
-        ops.start_all_gather(unit.shard, unit.full, number, _world().group_name)
+        ops.start_all_gather(unit.shard, unit.full, number, group)
     for number, unit in enumerate(units):
         ops.wait_all_gather(unit.full, number)
 
 
-def _reduce(units: list[_Unit]) -> None:
+def _reduce(units: list[_Unit], group: str) -> None:
     for number, (_, _, gradients, reduced, scratch) in enumerate(units):
-        ops.start_reduce_scatter(gradients, reduced, scratch, number, _world().group_name, "")
+        ops.start_reduce_scatter(gradients, reduced, scratch, number, group, "")
     for number, (_, _, gradients, reduced, scratch) in enumerate(units):
         ops.wait_reduce_scatter(gradients, reduced, scratch, number)
 

@@ -2,13 +2,14 @@
 
 Each contender (a system under a policy) has its own rank processes and process group, and so memory and
 compiler caches of its own. All contenders stay alive for the whole run. Warm-up steps, in which they compile,
-are taken by one contender after another; then the timed steps go round: every contender takes one step while
+are taken by one contender after another; then the timed steps go round: every contender takes two steps while
 the ranks of the others sleep on their pipes, and each round starts with another contender. Whatever else the
-machine does meets all of them alike, within seconds, which blocks of steps would not give: a block lasts
-longer than the disturbances. The price is that the memory of all must fit at once; choose fewer systems where
-it does not. At the end each contender is measured apart: memory, one profiled step, what it has learned; and its
-processes are started again, a few times in turns with the others', to see how long compilation takes with the caches
-that the first start has filled.
+machine does meets all of them alike, within seconds, which longer blocks of steps would not give: they last
+longer than the disturbances. The first of the two is not timed: it finds the processor's caches full of what
+others have computed, as no step of a training does. The price is that the memory of all must fit at once; choose
+fewer systems where it does not. At the end each contender is measured apart: memory, one profiled step, what it has
+learned; and its processes are started again, a few times in turns with the others', to see how long compilation takes
+with the caches that the first start has filled.
 
 A system that raises, dies or passes a deadline is ended, and reported with what its ranks said; the others go
 on without it. Linux only: memory is read from /proc.
@@ -37,7 +38,7 @@ class Plan:
 
     Attributes:
         warmup: steps before the timed ones, in which systems compile.
-        steps: timed steps.
+        steps: timed steps; before each one that is not.
         ranks: processes for each contender.
         fake_world: if not None, one process for each contender is rank 0 of that many, and its collectives do
             nothing: memory, copies and kernels are real, results are not.
@@ -217,6 +218,8 @@ class Run:
         self.ask("start_measuring_memory")
 
     def timed_step(self) -> None:
+        """One, after another that fills the processor's caches with what is this contender's."""
+        self._took(self.ask("step"))
         steps: list[Step] = self.ask("step")
         self.result.steps_s.append(self._took(steps))
         self.result.steps_cpu_s.append(statistics.fmean(step.cpu for step in steps))

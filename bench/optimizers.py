@@ -48,10 +48,11 @@ HEADINGS = (
 )
 LEGEND = """\
 State: bytes of all ranks' optimizer states, over the model's parameters. Step: the optimizer's part of a training step,
-the median over the timed steps, each from the first rank's start to the last one's end. Of one more step, profiled:
-extra, the most that tensors allocated in it take at one time, on the fullest rank; collectives of a rank, AG
-all-gathers, AR all-reduces, A2A all-to-alls; sent, what a rank must send at least, the mean over the ranks. First
-steps: what the warm-up took longer than as many median steps, compilation above all. Loss: of the last timed step."""
+the median over the timed steps, each after an untimed one and from the first rank's start to the last one's end. Of
+one more step, profiled: extra, the most that tensors allocated in it take at one time, on the fullest rank; collectives
+of a rank, AG all-gathers, AR all-reduces, A2A all-to-alls; sent, what a rank must send at least, the mean over the
+ranks. First steps: what the warm-up took longer than as many median steps, compilation above all. Loss: of the last
+timed step."""
 KINDS = {**SHORT, "all_to_all": "A2A"}
 
 

@@ -35,7 +35,8 @@ HEADINGS = (
     "gradient norm",
 )
 LEGEND = """\
-Step: median over the timed steps, each from the first rank's start to the last one's end; ÷: that, over ours;
+Step: median over the timed steps, each from the first rank's start to the last one's end, and each after one that is
+not timed, which finds the processor's caches full of what the other systems have computed; ÷: that, over ours;
 CPU: median CPU time of a rank. Peak: memory of the fullest rank above its baseline before the model was built,
 compilation included; steps: that of the timed steps alone. Of one profiled step of rank 0: tensors at its fullest
 moment, parameters and optimizer states among them (planned: what the system promised before the first step, and the

@@ -46,8 +46,8 @@ def _decided(what: str, own: str, context: CompileContext) -> str:
 
 
 def question(what: str, context: CompileContext) -> str:
-    """Names a decision on one program; equal on all ranks, so without the names of groups, of which ranks know only
-    their own, and of packings, which hold them. How much is packed stays."""
+    """Names a decision on one program; equal on all ranks, so without the names of groups, which count how many meshes
+    a rank has used, and of packings, which hold them. How much is packed stays."""
     units = [
         (
             unit.name,

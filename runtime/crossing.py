@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..torch_internals import profiled_to_the_end, resolve_group
+from ..torch_internals import profiled_to_the_end
 from .agreement import Life, life
 from .collectives import Pending, start_all_gather
+from .groups import group_named
 from .ops import define
 from .quantized_ops import start_quantized_gather
 
@@ -76,7 +77,7 @@ def _carry_into(full: Tensor, shard: Tensor, group: str, start: _Start) -> None:
     crossing.finish()
     crossing.source = StorageWeakRef(shard.untyped_storage())
     if crossing.taken >= _RELIABLE:
-        crossing.pending = start(shard, full, resolve_group(group))
+        crossing.pending = start(shard, full, group_named(group))
         crossing.full = full
         if profiled_to_the_end(full.device):
             crossing.pending.wait()
@@ -92,7 +93,7 @@ def _take_into(full: Tensor, shard: Tensor, group: str, start: _Start) -> None:
     crossing.finish()
     crossing.taken += expected
     if carried is None:
-        start(shard, full, resolve_group(group)).wait()
+        start(shard, full, group_named(group)).wait()
     elif carried.data_ptr() != full.data_ptr():  # a graph that wanted a larger slot has been called since
         full.copy_(carried)
 

@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives
+from .groups import name_group
 from .model import Model
 from .packing import Packing, Quantizer, StochasticQuantizer, packing_for
 from .rounding import Rounding
@@ -183,11 +184,12 @@ class DBuffer:
             if slot.local_start < 0 or slot.local_start + slot.local_numel > limit:
                 raise AssertionError(f"{self.name}: {slot} reaches outside the shard of {limit} elements")
         places = [(slot.shape, slot.offset) for slot in self.slots]
-        groups = [group.group_name for group in (self.group, self.replicas) if group is not None]
-        text = repr((self.world_size, groups, limit, places, self.policy))
-        # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal in every process that
-        # shards it with the same ranks.
+        self.group_name = name_group(self.mesh, self.mesh.ndim - 1)
+        self.replicas_name = name_group(self.mesh, 0) if self.replicas is not None else ""
+        text = repr((self.world_size, self.group_name, self.replicas_name, limit, places, self.policy))
         self.rounding = Rounding(self.name)
+        # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal on all ranks, as names of
+        # groups are.
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.set_shard(self.shard)
 
@@ -267,8 +269,8 @@ class DBuffer:
         return CommSpec(
             unit=unit,
             world_size=self.world_size,
-            group=self.group.group_name,
-            replicas=self.replicas.group_name if self.replicas is not None else "",
+            group=self.group_name,
+            replicas=self.replicas_name,
             param_dtype=self.param_dtype,
             reduce_dtype=self.reduce_dtype,
             reduce_scratch=collectives.scratch_numel(self.shard.numel(), self.shard.device, self.group),

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import resolve_group
 from .collectives import Pending, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
+from .groups import group_named
 
 _LIBRARY = torch.library.Library("vescale", "DEF")
 
@@ -37,7 +37,7 @@ _reductions: list[tuple[Tensor, Tensor]] = []
 def _all_gather(shard: Tensor, unit: int, world_size: int, group: str) -> Tensor:
     """Gathers ``shard`` [S] of every rank into [world_size * S]. ``unit`` only names the graph input."""
     full = shard.new_empty(shard.numel() * world_size)
-    _start_all_gather(shard, full, resolve_group(group)).wait()
+    _start_all_gather(shard, full, group_named(group)).wait()
     return full
 
 
@@ -74,7 +74,7 @@ def _pack(
 @torch.no_grad()
 def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str) -> Tensor:
     """Averages ``full`` [world_size * S] over the ranks, and over replicas, and returns this rank's [S]."""
-    ranks = resolve_group(group)
+    ranks = group_named(group)
     shard = full.new_empty(full.numel() // ranks.size())
     scratch = full.new_empty(scratch_numel(shard.numel(), full.device, ranks))
     _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)).wait()
@@ -82,7 +82,7 @@ def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str) -> Tenso
 
 
 def _start_gather(shard: Tensor, full: Tensor, unit: int, group: str, with_next: bool = False) -> None:
-    ranks = resolve_group(group)
+    ranks = group_named(group)
     if not (with_next or _gathers):
         launched(full, _start_all_gather(shard, full, ranks))
     elif (together := _all_of(_gathers, shard, full, with_next)) is not None:
@@ -94,7 +94,7 @@ def _start_gather(shard: Tensor, full: Tensor, unit: int, group: str, with_next:
 def _start_reduce(
     full: Tensor, shard: Tensor, scratch: Tensor, unit: int, group: str, replicas: str, with_next: bool = False
 ) -> None:
-    ranks = resolve_group(group)
+    ranks = group_named(group)
     if not (with_next or _reductions):
         launched(full, _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)))
     elif (together := _all_of(_reductions, full, shard, with_next)) is not None:
@@ -144,7 +144,7 @@ def _wait_reduce(full: Tensor, shard: Tensor, scratch: Tensor, unit: int) -> Non
 
 def replicas_of(group: str) -> dist.ProcessGroup | None:
     """The group of that name, None for no name."""
-    return resolve_group(group) if group else None
+    return group_named(group) if group else None
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
@@ -198,7 +198,7 @@ def _pack_fake(
 
 
 def _reduce_scatter_fake(full: Tensor, unit: int, group: str, replicas: str) -> Tensor:
-    return full.new_empty(full.numel() // resolve_group(group).size())
+    return full.new_empty(full.numel() // group_named(group).size())
 
 
 define("all_gather(Tensor shard, int unit, int world_size, str group) -> Tensor", _all_gather, _all_gather_fake)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import resolve_group
 from .collectives import Pending, average_replicas, start_all_to_all, start_gather_in_place
+from .groups import group_named
 from .ops import define, in_flight_on, launched, replicas_of
 from .packing import Packing, StochasticQuantizer, packing_named
 from .quantizing import Kernels, average_into, dequantize_into, quantize_into
@@ -34,13 +34,13 @@ def _all_gather(shard: Tensor, unit: int, world_size: int, group: str, dtype: to
     """Gathers ``shard`` [S] of every rank, quantized, into [world_size * S] of ``dtype``."""
     packed = shard.new_empty(packing_named(packing).nbytes, dtype=torch.uint8)
     full = shard.new_empty(shard.numel() * world_size, dtype=dtype)
-    start_quantized_gather(shard, packed, resolve_group(group), packing, False).wait()
+    start_quantized_gather(shard, packed, group_named(group), packing, False).wait()
     _dequantize(packed, full, unit, packing, False)
     return full
 
 
 def _start_gather(shard: Tensor, packed: Tensor, unit: int, group: str, packing: str, compiled: bool) -> None:
-    launched(packed, start_quantized_gather(shard, packed, resolve_group(group), packing, compiled))
+    launched(packed, start_quantized_gather(shard, packed, group_named(group), packing, compiled))
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def _dequantize(packed: Tensor, full: Tensor, unit: int, packing: str, compiled:
 @torch.no_grad()
 def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, packing: str, rounding: Tensor) -> Tensor:
     """Averages ``full`` [world_size * S], quantized by each rank, and returns this rank's [S]."""
-    ranks, known = resolve_group(group), packing_named(packing)
+    ranks, known = group_named(group), packing_named(packing)
     shard = full.new_empty(full.numel() // ranks.size())
     sent, received = (full.new_empty(known.nbytes, dtype=torch.uint8) for _ in range(2))
     _quantize_gradients(full, sent, known, rounding, False)
@@ -84,7 +84,7 @@ def _start_reduce(
     compiled: bool,
 ) -> None:
     _quantize_gradients(full, sent, packing_named(packing), rounding, compiled)
-    launched(received, start_all_to_all(sent, received, resolve_group(group)))
+    launched(received, start_all_to_all(sent, received, group_named(group)))
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def rest_of_reduction(
 ) -> Callable[[], None]:
     """What is left to do of a quantized reduction in flight: waits, and averages what came into ``shard``. Holds all
     that it needs, whatever becomes of the unit meanwhile."""
-    pending, ranks, known = in_flight_on(received), resolve_group(group), packing_named(packing)
+    pending, ranks, known = in_flight_on(received), group_named(group), packing_named(packing)
 
     def finish() -> None:
         pending.wait()
@@ -133,7 +133,7 @@ def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str, dtyp
 
 
 def _reduce_scatter_fake(full: Tensor, unit: int, group: str, replicas: str, packing: str, rounding: Tensor) -> Tensor:
-    return full.new_empty(full.numel() // resolve_group(group).size())
+    return full.new_empty(full.numel() // group_named(group).size())
 
 
 define(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..torch_internals import resolve_group
 from .agreement import life
 from .dbuffer import DBuffer
+from .groups import group_named
 
 
 def add_graph(layout: str, used: set[int]) -> None:
@@ -36,5 +36,5 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[
     mask[sorted(used)] = 1
     comm = buffer.comm()
     for group in filter(None, (comm.group, comm.replicas)):
-        dist.all_reduce(mask, dist.ReduceOp.MAX, resolve_group(group))
+        dist.all_reduce(mask, dist.ReduceOp.MAX, group_named(group))
     return {index for index, anywhere in enumerate(mask.tolist()) if anywhere}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import vescale_compile as vc
 from vescale_compile.shared_lowering import _record_of, lowered_once
@@ -42,15 +43,25 @@ class Unheard(models.Uneven):
         return super().forward(tokens, labels) * self.number
 
 
-@on_ranks(2)
-def test_two_ranks_lower_each_graph_once():
+def misses_and_hits(mesh: DeviceMesh | None = None) -> list[int]:
+    """Of all ranks together, in Inductor's cache, by a model that it has not seen: a forward and a backward."""
     torch._dynamo.reset()
-    model = vc.fully_shard(models.build(Unheard))
+    model = vc.fully_shard(models.build(Unheard), mesh=mesh)
     counters.clear()
     torch.compile(model, backend="vescale")(*models.batches(1, 11)[0]).backward()
     counted = torch.tensor([counters["inductor"][f"fxgraph_cache_{what}"] for what in ("miss", "hit")])
     dist.all_reduce(counted)
-    assert counted.tolist() == [2, 2]  # a forward and a backward
+    return counted.tolist()
+
+
+@on_ranks(2)
+def test_two_ranks_lower_each_graph_once():
+    assert misses_and_hits() == [2, 2]
+
+
+@on_ranks(4)
+def test_replicas_lower_each_graph_once_though_their_groups_are_others():
+    assert misses_and_hits(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))) == [2, 6]
 
 
 def test_a_process_that_is_lowering_is_waited_for_until_the_deadline(graph):
