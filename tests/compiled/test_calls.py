@@ -8,8 +8,9 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import fake_world, on_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_compile as vc
 
@@ -196,6 +197,24 @@ def test_unfreezing_a_parameter_takes_effect():
     weight.requires_grad_(True)
     call(*models.batches(1, 11)[0]).backward()
     assert weight.grad is not None
+
+
+def test_a_call_compares_the_ranks_of_no_mesh():
+    compared = []
+
+    def equal(mesh: DeviceMesh, other: object) -> bool:
+        compared.append(mesh is not other)
+        return mesh is other
+
+    torch._dynamo.reset()
+    with fake_world(1000):
+        _, call = models.sharded(models.Uneven)
+        batch = models.batches(1, 11)[0]
+        call(*batch)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceMesh, "__eq__", equal)
+            call(*batch)
+    assert compared and not any(compared)
 
 
 def test_a_model_that_is_not_sharded_compiles_with_one_warning():

@@ -23,6 +23,14 @@ from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 from vescale_compile.torch_internals import honor_torch_dispatch
 
 
+class _Spec(DTensorSpec):
+    """Copies share its mesh. Dynamo's guards keep copies, and would compare all ranks of the mesh for each parameter in
+    each call of a graph."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Spec:
+        return copy.copy(self)
+
+
 class RaggedDTensor(DTensor):
     """A tensor of the global shape, of which this rank holds one contiguous run of elements (RaggedShard).
 
@@ -100,7 +108,7 @@ class RaggedDTensor(DTensor):
             raise ValueError(
                 f"{where}: the local tensor is on {local_tensor.device}, the mesh on {device_mesh.device_type}"
             )
-        spec = DTensorSpec(
+        spec = _Spec(
             device_mesh,
             (placement,),
             tensor_meta=TensorMeta(shape, row_major_strides(shape), local_tensor.dtype),
@@ -238,7 +246,7 @@ def take_foreach_form(subclass: type[RaggedDTensor]) -> None:
 
 
 take_foreach_form(RaggedDTensor)
-torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard])
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _Spec])
 
 
 def distribute_ragged(full: torch.Tensor, device_mesh: DeviceMesh, placement: RaggedShard) -> RaggedDTensor:
@@ -272,7 +280,7 @@ def wrap(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False)
     """A RaggedDTensor that aliases `local`, with `spec`'s layout and `local`'s dtype. Nothing is checked."""
     assert spec.tensor_meta is not None
     if spec.tensor_meta.dtype != local.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+        spec = _Spec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     # DTensor's constructor copies the local's storage offset to the wrapper, which has no storage to match,
     # and deepcopy and torch.save then fail: make it of a tensor at offset 0.
     origin = local if local.storage_offset() == 0 else local.new_empty(0)
