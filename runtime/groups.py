@@ -5,7 +5,6 @@ PyTorch's own names of the groups of a mesh with two dimensions differ from rank
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 
 import torch.distributed as dist
@@ -19,14 +18,13 @@ _names: dict[str, str] = {}  # PyTorch's
 def name_group(mesh: DeviceMesh, dim: int) -> str:
     """Names this rank's group along dimension ``dim`` of ``mesh``, for :func:`group_named`.
 
-    The name rests on the mesh's ranks, and on how many others over the same ranks were named before: ranks that use
+    The name rests on the mesh's shape, and on how many groups of others like it were named before: ranks that use
     their meshes in the same order have the same names, in the next process too. After one has failed to, names may
     differ: ranks then share less of what they compile.
     """
-    ranks = hashlib.sha256(mesh.mesh.contiguous().numpy().tobytes()).hexdigest()[:12]
     group = mesh.get_group(dim).group_name
     for count in itertools.count():
-        name = f"{mesh.device_type} {'x'.join(map(str, mesh.shape))} {dim} {ranks} {count}"
+        name = f"{mesh.device_type} mesh {'x'.join(map(str, mesh.shape))}, dimension {dim}, {count}"
         if not _is_alive(_names.setdefault(name, group)):
             _names[name] = group
         if _names[name] == group:

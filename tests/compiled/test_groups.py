@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 from ranks import fake_world, on_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_compile.runtime.groups import group_named, name_group
@@ -19,11 +20,19 @@ def test_groups_have_one_name_on_all_ranks_and_are_found_by_it():
 
 
 @on_ranks(4)
-def test_groups_of_one_mesh_and_of_another_over_the_same_ranks_have_names_of_their_own():
+def test_groups_of_one_mesh_and_of_another_of_its_shape_have_names_of_their_own():
     meshes = [init_device_mesh("cpu", (2, 2)) for _ in range(2)]
     names = {name_group(mesh, dim): mesh.get_group(dim) for mesh in meshes for dim in range(2)}
     assert len(names) == 4
     assert all(group_named(name) is group for name, group in names.items())
+
+
+def test_a_group_is_named_where_tensors_are_fake():
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 4))
+        with FakeTensorMode():
+            name = name_group(mesh, 1)
+        assert group_named(name) is mesh.get_group(1)
 
 
 def test_a_group_has_the_name_of_the_one_that_was_destroyed_before_it():
