@@ -24,7 +24,7 @@ def name_group(mesh: DeviceMesh, dim: int) -> str:
     """
     group = mesh.get_group(dim).group_name
     for count in itertools.count():
-        name = f"{mesh.device_type} mesh {'x'.join(map(str, mesh.shape))}, dimension {dim}, {count}"
+        name = f"{mesh.device_type}_{'x'.join(map(str, mesh.shape))}_dim{dim}_{count}"
         if not _is_alive(_names.setdefault(name, group)):
             _names[name] = group
         if _names[name] == group:
