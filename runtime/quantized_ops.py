@@ -122,9 +122,8 @@ def _average(
     packing: Packing,
     compiled: bool,
 ) -> None:
-    parts = list(received.split(packing.part))
-    parts[group.rank()] = sent.narrow(0, group.rank() * packing.part, packing.part)
-    average_into(packing, group.rank(), parts, shard, Kernels.on(shard.device, compiled))
+    own = sent.narrow(0, group.rank() * packing.part, packing.part)
+    average_into(packing, group.rank(), own, received, shard, Kernels.on(shard.device, compiled))
     average_replicas(shard, replicas_of(replicas))
 
 

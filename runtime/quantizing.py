@@ -29,7 +29,7 @@ from .packing import Packing, Quantizer, StochasticQuantizer
 
 _CHUNK_NUMEL = 1 << 18  # elements that are worked on at a time without compilation
 _MOST_KERNELS = 256  # quantizers times dtypes times devices, before compiling fails; by default it would be 8
-_PARTS_AT_ONCE = 8  # that one kernel sums
+_MOST_UNROLLED = 8  # parts that a kernel adds up one by one; of more it loops over the ranks
 
 
 class Kernels(enum.Enum):
@@ -89,52 +89,48 @@ def dequantize_into(packing: Packing, packed: Tensor, full: Tensor, kernels: Ker
         full.index_copy_(0, others.elements, values.to(full.dtype))
 
 
-def average_into(packing: Packing, rank: int, parts: Sequence[Tensor], shard: Tensor, kernels: Kernels) -> None:
-    """Averages dequantized parts, in float32 and in the order of ranks; padding stays undefined.
+def average_into(packing: Packing, rank: int, own: Tensor, received: Tensor, shard: Tensor, kernels: Kernels) -> None:
+    """Averages what all ranks have of a shard, dequantized, in float32, by one kernel; padding stays undefined.
+
+    They are added in the order of ranks, but by a GPU's kernel that loops over them, which adds some side by side.
 
     Args:
         packing: of the unit.
         rank: whose shard it is.
-        parts: of the shard, one from each rank, [P] uint8.
+        own: its part, [P] uint8.
+        received: all parts, [world_size * P] uint8; what lies in its own place has no meaning.
         shard: takes the average, [S].
         kernels: how it is computed.
     """
-    before: Tensor | None = None
-    for first in range(0, len(parts), _PARTS_AT_ONCE):
-        some = parts[first : first + _PARTS_AT_ONCE]
-        last = first + _PARTS_AT_ONCE >= len(parts)
-        total = shard if last else torch.empty_like(shard, dtype=torch.float32)
-        _sum_parts(packing, rank, before, some, len(parts) if last else 1, total, kernels)
-        before = total
+    ranks, quantizer = packing.world_size, packing.quantizer
+    # On a GPU, PyTorch's own kernels would multiply by the reciprocal of a number on the CPU.
+    divisor = torch.full((), float(ranks), device=shard.device if kernels is Kernels.EAGER else "cpu")
+    if ranks <= _MOST_UNROLLED:
+        parts = _parts(packing, rank, own, received)
+        stored = [_stored_scales(part, quantizer) for part in parts]
+        flats = (shard, *parts)
+        _run_on_strips(_average_strips, kernels, lines_of, packing, rank, (divisor,), flats, stored)
+    else:
+        stored = [_stored_scales(each, quantizer) for each in (own, received)]
+        rest, flats = (divisor, ranks, torch.tensor(rank)), (shard, own, received)
+        _run_on_strips(_average_strips_of_many, kernels, lines_of, packing, rank, rest, flats, stored)
+    for r in _without_strips(packing, rank, shard.device, kernels):
+        parts = _parts(packing, rank, own, received)
+        terms = (_decoded(quantizer, r.codes(part), r.scales(_stored_scales(part, quantizer))) for part in parts)
+        r.elements(shard).copy_(functools.reduce(torch.add, terms) / divisor)
     others = packing.table(others_of, rank, shard.device)
     if others.elements.numel():
-        values = (part.view(packing.dtype).index_select(0, others.places).float() for part in parts)
-        shard.index_copy_(0, others.elements, (functools.reduce(torch.add, values) / len(parts)).to(shard.dtype))
+        values = received.view(packing.dtype).view(ranks, -1).index_select(1, others.places)
+        values[rank] = own.view(packing.dtype).index_select(0, others.places)
+        average = values.sum(0, dtype=torch.float32) / ranks
+        shard.index_copy_(0, others.elements, average.to(shard.dtype))
 
 
-def _sum_parts(
-    packing: Packing,
-    rank: int,
-    before: Tensor | None,
-    parts: Sequence[Tensor],
-    divide_by: int,
-    total: Tensor,
-    kernels: Kernels,
-) -> None:
-    """``total = (before + parts) / divide_by``. Not in place: a kernel that reads what it writes would be split in two,
-    with all that it has read, and where, in memory between them."""
-    # On a GPU, PyTorch's own kernels would multiply by the reciprocal of a number on the CPU.
-    divisor = torch.full((), float(divide_by), device=total.device if kernels is Kernels.EAGER else "cpu")
-    stored = [_stored_scales(part, packing.quantizer) for part in parts]
-    sums = [] if before is None else [before]
-    rest, flats = (divisor, len(sums)), (total, *sums, *parts)
-    _run_on_strips(_sum_strips, kernels, lines_of, packing, rank, rest, flats, stored)
-    for r in _without_strips(packing, rank, total.device, kernels):
-        terms = [r.elements(each) for each in sums]
-        terms += [
-            _decoded(packing.quantizer, r.codes(part), r.scales(each)) for part, each in zip(parts, stored, strict=True)
-        ]
-        r.elements(total).copy_(_mean(terms, divisor))
+def _parts(packing: Packing, rank: int, own: Tensor, received: Tensor) -> list[Tensor]:
+    """That of each rank."""
+    parts = list(received.split(packing.part))
+    parts[rank] = own
+    return parts
 
 
 def _stored_scales(packed: Tensor, quantizer: Quantizer) -> Tensor:
@@ -186,7 +182,9 @@ def _compiled(device: str, function: Callable[..., Any], *bound: object) -> Call
     # Tables hold places that exist, which nothing has to check. And what takes many operations, as places do, Inductor
     # would keep in memory between two kernels.
     options: dict[str, Any] = {"assert_indirect_indexing": False}
-    options |= dict.fromkeys(("realize_opcount_threshold", "realize_reads_threshold"), 1 << 20)
+    options |= dict.fromkeys(
+        ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold"), 1 << 20
+    )
     if device != "cpu":
         options |= rounds_as_operators()  # for the bits of a block that was quantized without generated code
     return torch.compile(functools.partial(function, *bound), fullgraph=True, options=options)
@@ -217,20 +215,20 @@ class _Places(NamedTuple):
 
 
 def _read(flat: Tensor, places: Tensor) -> Tensor:
-    """What lies at the places, [N, blocks, h, w]; of a view of lines, in the order of memory."""
-    return flat[places] if flat.dim() == 1 else flat[_first_of_lines(places)].transpose(1, 2)
+    """What lies at the places, [..., blocks, h, w]; of a view of lines, in the order of memory."""
+    return flat[places] if flat.dim() == 1 else flat[_first_of_lines(places)].transpose(-3, -2)
 
 
 def _write(flat: Tensor, places: Tensor, values: Tensor) -> None:
     if flat.dim() == 1:
         flat.index_put_((places,), values.to(flat.dtype))
     else:
-        flat.index_put_((_first_of_lines(places),), values.transpose(1, 2).to(flat.dtype))
+        flat.index_put_((_first_of_lines(places),), values.transpose(-3, -2).to(flat.dtype))
 
 
 def _first_of_lines(places: Tensor) -> Tensor:
-    """[N, h, blocks]"""
-    return places[..., 0].transpose(1, 2)
+    """[..., h, blocks]"""
+    return places[..., 0].transpose(-2, -1)
 
 
 def _quantize_strips(
@@ -263,24 +261,46 @@ def _dequantize_strips(
     _write(full, at.elements, _decoded(quantizer, _read(packed, at.codes), _read(stored, at.scales)))
 
 
-def _sum_strips(
+def _average_strips(
     quantizer: Quantizer,
     tile: tuple[int, int],
     blocks: int,
     strips: Tensor,
     divisor: Tensor,
-    sums: int,
-    total: Tensor,
-    *flats: Tensor,
+    shard: Tensor,
+    *parts: Tensor,
+) -> None:
+    """Of ``parts``: the codes of all ranks, and then the scales."""
+    at = _Places.of(strips, tile, blocks)
+    ranks = len(parts) // 2
+    terms = [
+        _decoded(quantizer, _read(codes, at.codes), _read(stored, at.scales))
+        for codes, stored in zip(parts[:ranks], parts[ranks:], strict=True)
+    ]
+    _write(shard, at.elements, functools.reduce(torch.add, terms) / divisor)
+
+
+def _average_strips_of_many(
+    quantizer: Quantizer,
+    tile: tuple[int, int],
+    blocks: int,
+    strips: Tensor,
+    divisor: Tensor,
+    ranks: int,
+    rank: Tensor,
+    shard: Tensor,
+    own: Tensor,
+    received: Tensor,
+    own_scales: Tensor,
+    received_scales: Tensor,
 ) -> None:
     at = _Places.of(strips, tile, blocks)
-    half = (len(flats) - sums) // 2  # behind the sums all codes, and then all scales
-    terms = [_read(flat, at.elements) for flat in flats[:sums]]
-    terms += [
-        _decoded(quantizer, _read(codes, at.codes), _read(stored, at.scales))
-        for codes, stored in zip(flats[sums:-half], flats[-half:], strict=True)
-    ]
-    _write(total, at.elements, _mean(terms, divisor))
+    each = torch.arange(ranks, device=strips.device).view(-1, 1, 1, 1, 1)
+    begin = each * own_scales.shape[0]  # of its part, counted in scales
+    codes = _read(received, at.codes + begin * quantizer.scale_bytes)
+    terms = _decoded(quantizer, codes, _read(received_scales, at.scales + begin))
+    own_term = _decoded(quantizer, _read(own, at.codes), _read(own_scales, at.scales))
+    _write(shard, at.elements, torch.where(each == rank, own_term, terms).sum(0) / divisor)
 
 
 # The arithmetic, of blocks in the last two dimensions.
@@ -300,10 +320,6 @@ def _encoded(quantizer: Quantizer, source: Tensor, uniform: Tensor | None) -> tu
 def _decoded(quantizer: Quantizer, codes: Tensor, stored: Tensor) -> Tensor:
     """The values, float32, of codes and scales."""
     return quantizer.decode(codes.to(torch.int32), stored.to(torch.int32))
-
-
-def _mean(terms: Sequence[Tensor], divisor: Tensor) -> Tensor:
-    return functools.reduce(torch.add, terms) / divisor
 
 
 def _uniform(places: Tensor, key: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from torch._inductor.utils import run_and_get_code
 
 import vescale_compile as vc
 from vescale_compile.quantize import BlockQuantizer
-from vescale_compile.runtime import quantizing
 from vescale_compile.runtime.block_places import full_width_strips_of
 from vescale_compile.runtime.packing import Packing
 from vescale_compile.runtime.quantizing import Kernels, average_into, dequantize_into, quantize_into
 
 WORLD = 2
+MANY = 11  # ranks, over which a kernel loops
 SHAPES = [(33, 70), (5,), (40, 48), (3, 20, 48)]
 COMPILED = [Kernels.LINES, Kernels.TABLES]
 FORMATS = [vc.BlockInt8(32), vc.BlockFP8((4, 16)), vc.MXFP8()]
@@ -29,18 +29,20 @@ IN_PAIRS = [
 ]
 
 
-def packed_form(quantizer: BlockQuantizer, dtype: torch.dtype = torch.float32) -> tuple[Packing, Tensor]:
-    """Parameters on the first of two ranks, 7 elements apart, and one on the second; and the buffer of both."""
+def packed_form(
+    quantizer: BlockQuantizer, dtype: torch.dtype = torch.float32, world: int = WORLD
+) -> tuple[Packing, Tensor]:
+    """Parameters on the first rank, 7 elements apart, and one on the second; and the buffer of all."""
     params, position = [], 0
     for shape in SHAPES:
         params.append((position, shape))
         position += math.prod(shape) + 7
     shard = -(-position // 16) * 16
     params.append((shard, (36, 32)))
-    buffer = torch.full((WORLD * shard,), torch.nan)
+    buffer = torch.full((world * shard,), torch.nan)
     for offset, shape in params:
         buffer[offset:][: math.prod(shape)] = example(shape).flatten()
-    return Packing("test", quantizer, WORLD, shard, params, dtype), buffer
+    return Packing("test", quantizer, world, shard, params, dtype), buffer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,6 +58,10 @@ def generated(quantizer: BlockQuantizer, kernels: Kernels) -> list[str]:
     _, (quantize,) = run_and_get_code(lambda: quantize_into(packing, None, buffer, packed, kernels))
     _, (dequantize,) = run_and_get_code(lambda: dequantize_into(packing, packed, buffer.clone(), kernels))
     return [quantize, dequantize]
+
+
+def calls_of_kernels(code: str) -> list[str]:
+    return re.findall(r"^\s+cpp_fused\w*\(", code, re.MULTILINE)
 
 
 @pytest.mark.parametrize("quantizer", FORMATS, ids=repr)
@@ -96,24 +102,37 @@ def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
         assert torch.equal(got, expected)
 
 
+def reduced(world: int, kernels: Kernels) -> list[Tensor]:
+    """What each of ``world`` ranks sends to the first, and what that one makes of it."""
+    packing, buffer = packed_form(vc.BlockInt8(32), world=world)
+    parts = torch.zeros(world, packing.part, dtype=torch.uint8)
+    for number, part in enumerate(parts):
+        packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
+        quantize_into(packing, None, buffer, packed, kernels, torch.tensor([number, 3_000_000_000]))
+        part.copy_(packed[: packing.part])
+    received, shard = parts.clone(), torch.zeros(packing.shard_numel)
+    received[0] = 255  # nothing that is meant
+    average_into(packing, 0, parts[0], received.view(-1), shard, kernels)
+    return [parts, shard]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", COMPILED)
-def test_compiled_kernels_round_and_average_alike(kernels, monkeypatch):
-    """Of more ranks than a kernel sums at a time, twice."""
-    monkeypatch.setattr(quantizing, "_PARTS_AT_ONCE", 2)
-    packing, buffer = packed_form(vc.BlockInt8(32))
-    found = []
-    for way in (Kernels.EAGER, kernels):
-        parts = []
-        for number in range(5):
-            packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
-            quantize_into(packing, None, buffer, packed, way, torch.tensor([number, 3_000_000_000]))
-            parts.append(packed[: packing.part])
-        shard = torch.zeros(packing.shard_numel)
-        average_into(packing, 0, parts, shard, way)
-        found.append((*parts, shard))
-    for expected, got in zip(*found, strict=True):
+@pytest.mark.parametrize("world", [3, MANY])
+def test_compiled_kernels_round_and_average_alike(world, kernels):
+    for expected, got in zip(reduced(world, Kernels.EAGER), reduced(world, kernels), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", COMPILED)
+def test_one_kernel_averages_over_many_ranks_and_dequantizes_no_part_into_memory(kernels):
+    packing, _ = packed_form(vc.BlockInt8(32), world=MANY)
+    received, shard = torch.zeros(packing.nbytes, dtype=torch.uint8), torch.zeros(packing.shard_numel)
+    torch._dynamo.reset()
+    _, (code,) = run_and_get_code(lambda: average_into(packing, 0, received[: packing.part], received, shard, kernels))
+    assert len(calls_of_kernels(code)) == 1
+    assert f"empty_strided_cpu(({MANY}," not in code
 
 
 @pytest.mark.slow
@@ -122,7 +141,7 @@ def test_compiled_kernels_round_and_average_alike(kernels, monkeypatch):
 def test_a_unit_takes_one_call_of_generated_code_each_way(quantizer, kernels):
     """For five parameters on two ranks, with blocks of all sizes at their edges."""
     for code in generated(quantizer, kernels):
-        assert len(re.findall(r"^\s+cpp_fused\w*\(", code, re.MULTILINE)) == 1
+        assert len(calls_of_kernels(code)) == 1
         assert "extern_kernels." not in code
 
 

@@ -87,7 +87,7 @@ def rounded(values: Tensor, times: int, seed: int = 0) -> Tensor:
     found = torch.empty(times, values.numel())
     for each in found:
         quantize_into(packing, None, values.view(-1), packed, Kernels.EAGER, stream.next_key(seed))
-        average_into(packing, 0, [packed], each, Kernels.EAGER)
+        average_into(packing, 0, packed, packed, each, Kernels.EAGER)
     return found
 
 
@@ -237,21 +237,24 @@ def test_a_reduction_in_bfloat16_is_summed_in_float32():
 
 
 @on_ranks(1)
-def test_more_parts_than_one_kernel_sums():
-    """As on 19 ranks: the sum goes through memory twice."""
-    world, matrix, numel = 19, (16, 64), 1024 + 32
-    packing = Packing("test", vc.BlockInt8(64), world, numel, [(0, matrix), (1024, (32,))], torch.float32)
+def test_nineteen_ranks_average_what_each_has():
+    """As the fifth of them, which receives nothing from itself."""
+    world, own, matrix, numel = 19, 4, (16, 64), 1024 + 32
+    packing = Packing(
+        "test", vc.BlockInt8(64), world, numel, [(own * numel, matrix), (own * numel + 1024, (32,))], torch.float32
+    )
     parts, expected = [], torch.zeros(numel)
     for rank in range(world):
-        grads = torch.zeros(numel * world)
-        grads[:numel] = torch.randint(-127, 128, (numel,), generator=torch.Generator().manual_seed(rank))
-        grads[:1024:64] = 127
+        grads = torch.zeros(world, numel)
+        grads[own] = torch.randint(-127, 128, (numel,), generator=torch.Generator().manual_seed(rank))
+        grads[own, :1024:64] = 127
         packed = torch.empty(packing.nbytes, dtype=torch.uint8)
-        key = Rounding("unit").next_key(rank)
-        quantize_into(packing, None, grads, packed, Kernels.EAGER, key)
-        parts.append(packed[: packing.part])
-        expected += grads[:numel]
+        quantize_into(packing, None, grads.view(-1), packed, Kernels.EAGER, Rounding("unit").next_key(rank))
+        parts.append(packed.view(world, -1)[own])
+        expected += grads[own]
+    received = torch.stack(parts)
+    received[own] = 255
     for dtype in (torch.float32, torch.bfloat16):
         shard = torch.empty(numel, dtype=dtype)
-        average_into(packing, 0, parts, shard, Kernels.EAGER)
+        average_into(packing, own, parts[own], received.view(-1), shard, Kernels.EAGER)
         assert torch.equal(shard, (expected / world).to(dtype))
