@@ -121,7 +121,7 @@ def average_into(packing: Packing, rank: int, own: Tensor, received: Tensor, sha
     others = packing.table(others_of, rank, shard.device)
     if others.elements.numel():
         values = received.view(packing.dtype).view(ranks, -1).index_select(1, others.places)
-        values[rank] = own.view(packing.dtype).index_select(0, others.places)
+        torch.index_select(own.view(packing.dtype), 0, others.places, out=values[rank])
         average = values.sum(0, dtype=torch.float32) / ranks
         shard.index_copy_(0, others.elements, average.to(shard.dtype))
 

@@ -74,6 +74,7 @@ ACCESSES: dict[str, Callable[..., list[Access]]] = {
     "product": _of_product,
     "all_gather": _of_collective,
     "reduce_scatter": _of_collective,
+    "all_to_all": _of_collective,
 }
 
 
@@ -91,9 +92,9 @@ def python(environment: dict[str, str], script: Path, *arguments: str) -> subpro
     return done
 
 
-def trained(environment: dict[str, str], folder: Path, **options: object) -> Trained:
+def trained(environment: dict[str, str], folder: Path, *, quantized: bool = False, **options: object) -> Trained:
     """Rank 0 of some that train for three steps."""
-    said = python(environment, TRAIN, str(RANKS), str(folder), json.dumps(options)).stdout.splitlines()[-1]
+    said = python(environment, TRAIN, str(RANKS), str(folder), json.dumps([quantized, options])).stdout.splitlines()[-1]
     return Trained(**json.loads(said), log=[line.split() for line in (folder / "rank0.log").open()])
 
 
@@ -102,27 +103,63 @@ def run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> T
     return trained(null_gpu, tmp_path_factory.mktemp("trained"))
 
 
+@pytest.fixture(scope="module")
+def quantized_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained(null_gpu, tmp_path_factory.mktemp("quantized"), quantized=True)
+
+
+@pytest.fixture(params=["run", "quantized_run"])
+def each_run(request: pytest.FixtureRequest) -> Trained:
+    return request.getfixturevalue(request.param)
+
+
 def test_a_step_gathers_each_unit_twice_and_reduces_it_once(run: Trained) -> None:
     found = Counter(line[0] for line in run.of("all_gather", "reduce_scatter", "all_reduce"))
     assert found == {"all_gather": 2 * run.units, "reduce_scatter": run.units}
 
 
-def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(run: Trained) -> None:
-    assert run.of("product") and not run.of("copy")
+def test_a_quantized_step_takes_a_kernel_for_each_conversion_of_a_unit(quantized_run: Trained) -> None:
+    found = Counter(line[0] for line in quantized_run.of("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
+    assert found == {"all_gather": 2 * quantized_run.units, "all_to_all": quantized_run.units}
+    conversions = [line[2] for line in quantized_run.of("kernel") if "index_put" in line[2] and "minimum" in line[2]]
+    # Both gathers are quantized and dequantized, gradients are quantized and averaged.
+    assert len(conversions) == (2 * 2 + 2) * quantized_run.units
 
 
-def test_collectives_are_on_other_streams_than_computation_and_reductions_on_another_than_gathers(run: Trained) -> None:
+def test_a_quantized_step_sends_codes(run: Trained, quantized_run: Trained) -> None:
+    """A byte and a scale in the place of two bytes gathered, and of four bytes reduced."""
+
+    def received(run: Trained, kind: str) -> int:
+        return sum(int(line[5]) for line in run.of(kind))
+
+    assert received(quantized_run, "all_gather") < 0.6 * received(run, "all_gather")
+    reduced = sum(int(line[3]) for line in run.of("reduce_scatter"))
+    assert received(quantized_run, "all_to_all") < 0.3 * reduced
+
+
+def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(each_run: Trained) -> None:
+    assert each_run.of("product") and not each_run.of("copy")
+
+
+def test_no_step_waits_for_what_a_gpu_computes(each_run: Trained) -> None:
+    assert not each_run.of("transfer")
+
+
+def test_collectives_are_on_other_streams_than_computation_and_reductions_on_another_than_gathers(
+    each_run: Trained,
+) -> None:
     gathers, reductions, products = (
-        {line[1] for line in run.of(kind)} for kind in ("all_gather", "reduce_scatter", "product")
+        {line[1] for line in each_run.of(*kinds)}
+        for kinds in (("all_gather",), ("reduce_scatter", "all_to_all"), ("product",))
     )
     assert len(products) == 1 and gathers.isdisjoint(reductions) and products.isdisjoint(gathers | reductions)
 
 
-def test_no_stream_reads_or_writes_memory_that_another_may_still_be_writing(run: Trained) -> None:
+def test_no_stream_reads_or_writes_memory_that_another_may_still_be_writing(each_run: Trained) -> None:
     clocks: dict[str, Counter[str]] = defaultdict(Counter)  # by stream or event: what it has waited for, by stream
     done: list[tuple[Access, str, int]] = []
     checked = 0
-    for line in run.log[run.log.index(["step", "0"]) :]:
+    for line in each_run.log[each_run.log.index(["step", "0"]) :]:
         stream = line[1]
         if line[0] == "record":
             clocks[line[2]] = clocks[stream].copy()
@@ -139,8 +176,8 @@ def test_no_stream_reads_or_writes_memory_that_another_may_still_be_writing(run:
     assert checked > 0
 
 
-def test_the_peak_is_what_was_planned_with_the_workspaces_of_cublas(run: Trained) -> None:
-    assert run.peak - WORKSPACES == pytest.approx(run.planned + run.states, rel=0.03)
+def test_the_peak_is_what_was_planned_with_the_workspaces_of_cublas(each_run: Trained) -> None:
+    assert each_run.peak - WORKSPACES == pytest.approx(each_run.planned + each_run.states, rel=0.03)
 
 
 def test_registered_memory_is_what_is_gathered_into_and_reduced_out_of(

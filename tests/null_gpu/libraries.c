@@ -131,6 +131,12 @@ int ncclAllReduce(const void *sent, void *received, size_t count, int type, int 
   return 0;
 }
 
+int ncclAlltoAll(const void *sent, void *received, size_t count, int type, int *communicator, cudaStream_t stream) {
+  size_t bytes = communicator[0] * count * ITEM_BYTES[type];
+  null_gpu_log("all_to_all %p %p %zu %p %zu", (void *)stream, sent, bytes, received, bytes);
+  return 0;
+}
+
 /* CUPTI has nothing to tell the profiler. */
 
 int cuptiActivityGetNextRecord(void *buffer, size_t bytes, void **record) { return 12; /* no more records */ }

@@ -17,7 +17,12 @@ from vescale_compile.local_ranks import start_local_ranks
 STEPS = 3
 
 
-def train(rank: int, folder: str, options: dict[str, object], world_size: int, rendezvous: str) -> None:
+QUANTIZED = {"quantize": vc.BlockFP8((64, 64)), "quantize_gradients": vc.BlockInt8(256)}
+
+
+def train(
+    rank: int, folder: str, quantized: bool, options: dict[str, object], world_size: int, rendezvous: str
+) -> None:
     os.environ["NULL_GPU_LOG"] = f"{folder}/rank{rank}.log"
     log = ctypes.CDLL(None).null_gpu_log
     device = torch.device("cuda", rank)
@@ -29,7 +34,7 @@ def train(rank: int, folder: str, options: dict[str, object], world_size: int, r
         model = Llama(SIZES["small"])
         tokens = torch.zeros(2, 64, dtype=torch.int64)
     precision = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    vc.fully_shard(model, mp_policy=precision)
+    vc.fully_shard(model, mp_policy=precision, **QUANTIZED if quantized else {})
     compiled = torch.compile(model, backend="vescale", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     report = vc.explain(compiled, tokens, tokens)
@@ -51,4 +56,4 @@ def train(rank: int, folder: str, options: dict[str, object], world_size: int, r
 
 
 if __name__ == "__main__":
-    start_local_ranks(train, (sys.argv[2], json.loads(sys.argv[3])), int(sys.argv[1]))
+    start_local_ranks(train, (sys.argv[2], *json.loads(sys.argv[3])), int(sys.argv[1]))
