@@ -26,6 +26,7 @@ from torch.utils.dlpack import from_dlpack
 from ..torch_internals import rounds_as_operators
 from .block_places import Rectangle, Strips, full_width_strips_of, lines_of, others_of, rectangles_of, strips_of
 from .packing import Packing, Quantizer, StochasticQuantizer
+from .rounding import Key
 
 _CHUNK_NUMEL = 1 << 18  # elements that are worked on at a time without compilation
 _MOST_KERNELS = 256  # quantizers times dtypes times devices, before compiling fails; by default it would be 8
@@ -48,7 +49,7 @@ class Kernels(enum.Enum):
 
 
 def quantize_into(
-    packing: Packing, rank: int | None, source: Tensor, packed: Tensor, kernels: Kernels, key: Tensor | None = None
+    packing: Packing, rank: int | None, source: Tensor, packed: Tensor, kernels: Kernels, key: Key | None = None
 ) -> None:
     """Writes the packed form of ``source`` to ``packed``.
 
@@ -58,7 +59,7 @@ def quantize_into(
         source: elements, [S] or [world_size * S], of any floating-point dtype.
         packed: [P] or [world_size * P] uint8.
         kernels: how it is computed.
-        key: of stochastic rounding, [2] int64; None rounds to the nearest.
+        key: of stochastic rounding; None rounds to the nearest.
     """
     device = source.device
     # As memory of its own, which it is: compiled code would not write to two views of one storage in one kernel.
@@ -236,7 +237,7 @@ def _quantize_strips(
     tile: tuple[int, int],
     blocks: int,
     strips: Tensor,
-    key: Tensor | None,
+    key: Key | None,
     source: Tensor,
     packed: Tensor,
     stored: Tensor,
@@ -322,7 +323,7 @@ def _decoded(quantizer: Quantizer, codes: Tensor, stored: Tensor) -> Tensor:
     return quantizer.decode(codes.to(torch.int32), stored.to(torch.int32))
 
 
-def _uniform(places: Tensor, key: Tensor) -> Tensor:
+def _uniform(places: Tensor, key: Key) -> Tensor:
     """A number in [0, 1) for each place and key, float32, as if drawn at random.
 
     Twice a multiply-xorshift hash of 32 bits, in int32, of which vectors hold twice as many as of int64: products wrap

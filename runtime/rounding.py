@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Key = tuple[Tensor, Tensor]
+"""Two numbers of 32 bits, int64 on the CPU: without dimensions, as a GPU's kernel takes them by value."""
+
 _numbers = itertools.count()
 
 
@@ -33,13 +36,14 @@ class Rounding:
         self.handle = torch.tensor([number], device="cpu")
         _living[number] = self
 
-    def next_key(self, seed: int) -> Tensor:
-        """The key of the next gradient's rounding, [2] int64 of 32 bits each."""
+    def next_key(self, seed: int) -> Key:
+        """The key of the next gradient's rounding."""
         text = repr((seed, self.unit, dist.get_rank(), self.count))
         self.count += 1
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         words = [int.from_bytes(half, "little") for half in (digest[:4], digest[4:])]
-        return torch.tensor(words, device="cpu")
+        first, second = (torch.tensor(word, device="cpu") for word in words)
+        return first, second
 
 
 _living: WeakValueDictionary[int, Rounding] = WeakValueDictionary()

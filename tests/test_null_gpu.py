@@ -80,9 +80,14 @@ ACCESSES: dict[str, Callable[..., list[Access]]] = {
 
 @pytest.fixture(scope="module")
 def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process with GPUs that do nothing."""
+    """The environment of a process with GPUs that do nothing.
+
+    Triton launches its kernels itself, and refuses pointers to memory that is not the GPU's; PyTorch's launcher would
+    not ask.
+    """
     folder = tmp_path_factory.mktemp("null_gpu")
-    return {**os.environ, **build(folder), "NULL_GPU_COUNT": str(RANKS)}
+    launcher = {"TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0"}
+    return {**os.environ, **build(folder), **launcher, "NULL_GPU_COUNT": str(RANKS)}
 
 
 def python(environment: dict[str, str], script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

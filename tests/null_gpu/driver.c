@@ -55,7 +55,10 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
   return CUDA_SUCCESS;
 }
 
+/* Triton asks about what it gives to kernels, which read no memory but the GPU's. */
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr address) {
+  if (!null_gpu_has((const void *)address))
+    return CUDA_ERROR_INVALID_VALUE;
   if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
     *(CUdeviceptr *)value = address;
   else

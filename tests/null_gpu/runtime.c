@@ -138,12 +138,30 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **entry, uns
 
 /* Memory: address space, which becomes memory only where it is written. */
 
+#define MOST_TAKEN 65536
+
 static size_t taken;
+static struct {
+  char *start;
+  size_t bytes;
+} allocations[MOST_TAKEN];
+static int allocated;
 
 cudaError_t cudaMalloc(void **address, size_t bytes) {
   *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (*address == MAP_FAILED || allocated == MOST_TAKEN)
+    return cudaErrorMemoryAllocation;
   taken += bytes;
-  return *address == MAP_FAILED ? cudaErrorMemoryAllocation : cudaSuccess;
+  allocations[allocated].start = *address;
+  allocations[allocated++].bytes = bytes;
+  return cudaSuccess;
+}
+
+int null_gpu_has(const void *address) {
+  for (int i = 0; i < allocated; i++)
+    if ((size_t)((const char *)address - allocations[i].start) < allocations[i].bytes)
+      return 1;
+  return 0;
 }
 
 cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags) {

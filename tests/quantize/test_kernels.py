@@ -108,7 +108,7 @@ def reduced(world: int, kernels: Kernels) -> list[Tensor]:
     parts = torch.zeros(world, packing.part, dtype=torch.uint8)
     for number, part in enumerate(parts):
         packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
-        quantize_into(packing, None, buffer, packed, kernels, torch.tensor([number, 3_000_000_000]))
+        quantize_into(packing, None, buffer, packed, kernels, (torch.tensor(number), torch.tensor(3_000_000_000)))
         part.copy_(packed[: packing.part])
     received, shard = parts.clone(), torch.zeros(packing.shard_numel)
     received[0] = 255  # nothing that is meant
