@@ -90,13 +90,13 @@ def start_all_gathers(gathers: Sequence[tuple[Tensor, Tensor]], group: dist.Proc
     """:func:`start_all_gather` of several pairs of ``shard`` and ``full``, of one dtype, as one collective."""
     outputs = [full for _, full in gathers]
 
-    def run() -> Pending:
+    def run(async_op: bool) -> Pending:
         inputs = [_in_dtype(shard, _part(full, group.rank(), shard)) for shard, full in gathers]
-        return all_gather_coalesced(outputs, inputs, group)
+        return all_gather_coalesced(outputs, inputs, group, async_op=async_op)
 
     if outputs[0].device.type == "cuda":
-        return _on_stream("gather", outputs[0].device, lambda: run().wait())
-    return run()
+        return _on_stream("gather", outputs[0].device, lambda: run(False))
+    return run(True)
 
 
 def start_all_to_all(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -161,18 +161,18 @@ def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: di
     inputs, outputs = (list(each) for each in zip(*reductions, strict=True))
     device = inputs[0].device
 
-    def run() -> Pending:
-        return reduce_scatter_coalesced(outputs, inputs, _average(device, group), group)
+    def run(async_op: bool) -> Pending:
+        return reduce_scatter_coalesced(outputs, inputs, _average(device, group), group, async_op=async_op)
 
     if device.type == "cuda":
 
         def reduce() -> None:
-            run().wait()
+            run(False)
             for shard in outputs:
                 _divide(shard, group)
 
         return [_on_stream("reduce", device, reduce)] * len(outputs)
-    work = run()
+    work = run(True)
 
     def finish(shard: Tensor) -> None:
         work.wait()

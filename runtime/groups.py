@@ -6,13 +6,14 @@ PyTorch's own names of the groups of a mesh with two dimensions differ from rank
 from __future__ import annotations
 
 import itertools
+from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals import resolve_group
 
-_names: dict[str, str] = {}  # PyTorch's
+_named: dict[str, ReferenceType[dist.ProcessGroup]] = {}
 
 
 def name_group(mesh: DeviceMesh, dim: int) -> str:
@@ -22,25 +23,37 @@ def name_group(mesh: DeviceMesh, dim: int) -> str:
     their meshes in the same order have the same names, in the next process too. After one has failed to, names may
     differ: ranks then share less of what they compile.
     """
-    group = mesh.get_group(dim).group_name
+    group = mesh.get_group(dim)
     for count in itertools.count():
         name = f"{mesh.device_type}_{'x'.join(map(str, mesh.shape))}_dim{dim}_{count}"
-        if not _is_alive(_names.setdefault(name, group)):
-            _names[name] = group
-        if _names[name] == group:
+        if _alive(name) is None:
+            _named[name] = ref(group)
+        if _alive(name) is group:
             return name
     raise AssertionError("unreachable")
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group that :func:`name_group` has named."""
-    return resolve_group(_names[name])
+    """The process group that :func:`name_group` has named.
+
+    Raises:
+        RuntimeError: it was destroyed.
+    """
+    group = _alive(name)
+    if group is None:
+        raise RuntimeError(
+            f"the process group {name} of a sharded model was destroyed. After init_process_group build the model "
+            "anew, and load what it has learned from a checkpoint"
+        )
+    return group
 
 
-def _is_alive(group: str) -> bool:
-    """Whether it was not destroyed."""
+def _alive(name: str) -> dist.ProcessGroup | None:
+    """The group of that name, if it was not destroyed. PyTorch gives its own name to others after that."""
+    group = _named[name]() if name in _named else None
+    if group is None:
+        return None
     try:
-        resolve_group(group)
+        return group if resolve_group(group.group_name) is group else None
     except RuntimeError:
-        return False
-    return True
+        return None

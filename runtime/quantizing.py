@@ -28,7 +28,7 @@ from .block_places import Rectangle, Strips, full_width_strips_of, lines_of, oth
 from .packing import Packing, Quantizer, StochasticQuantizer
 from .rounding import Key
 
-_CHUNK_NUMEL = 1 << 18  # elements that are worked on at a time without compilation
+_CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}  # worked on at a time without compilation: for caches; for launches
 _MOST_KERNELS = 256  # quantizers times dtypes times devices, before compiling fails; by default it would be 8
 _MOST_UNROLLED = 8  # parts that a kernel adds up one by one; of more it loops over the ranks
 
@@ -145,7 +145,7 @@ def _without_strips(packing: Packing, rank: int | None, device: torch.device, ke
         return
     for rectangle in packing.table(rectangles_of, rank, device):
         if kernels is Kernels.EAGER or rectangle.w < packing.quantizer.tile[1]:
-            yield from rectangle.chunks(_CHUNK_NUMEL)
+            yield from rectangle.chunks(_CHUNK_NUMEL[device.type])
 
 
 # Compiled.

@@ -12,7 +12,7 @@ from torch._dynamo.exc import RestartAnalysis
 from .capture import Capture, CapturedUnit, given_bytes
 from .passes.context import GraphError, Part
 from .quantities import size_text
-from .runtime.agreement import agree_on_buffers, agree_on_graph, tell_of_failure
+from .runtime.agreement import agree_on_buffers, agree_on_graph, life, tell_of_failure
 from .runtime.boundary import binding_of, flat_input
 from .runtime.dbuffer import DBuffer
 from .runtime.model import Forward, kept_beside
@@ -32,12 +32,13 @@ class CompiledGraph:
     def __init__(self, captured: Capture, run: Callable[..., Any], deadline: float, spare: int | None) -> None:
         """``spare`` are the bytes that a memory budget leaves for what other forwards keep; None without a budget."""
         self._units = captured.units
-        gradients = captured.context.gradients
+        self._gradients = captured.context.gradients
         self._with_gradient = tuple(
-            {unit.indices[view] for view in gradients.get(ordinal, ())} for ordinal, unit in enumerate(captured.units)
+            {unit.indices[view] for view in self._gradients.get(ordinal, ())}
+            for ordinal, unit in enumerate(captured.units)
         )
-        for ordinal in gradients:
-            add_graph(captured.units[ordinal].layout, self._with_gradient[ordinal])
+        self._collectives = _collectives(captured)
+        self._take_down()
         self._others = captured.others
         forward = captured.context.summaries.get(Part.FORWARD)
         self._left = forward.left_bytes if forward is not None else 0
@@ -49,6 +50,9 @@ class CompiledGraph:
         buffers = [_buffer_like_captured(unit, args) for unit in self._units]
         if not all(buffer.agreed for buffer in buffers):
             agree_on_buffers(buffers, deadline_s=self._deadline)
+        if self._life is not life():  # with ranks that may compile the graph only now
+            agree_on_graph(buffers, self._collectives, deadline_s=self._deadline)
+            self._take_down()
         forward = Forward(0 if saves_elsewhere() else self._left, buffers, compiled=True)
         self._check_budget(forward, args)
         flats: list[Any] = []
@@ -60,6 +64,12 @@ class CompiledGraph:
             flats.extend([flat] if reduced else [buffer.shard, flat])
             flats.extend([buffer.rounding_handle] if unit.graph.rounding is not None else [])
         return self._run(*flats, *(args[position] for position in self._others))
+
+    def _take_down(self) -> None:
+        """Which gradients the graph computes: all ranks have agreed on it."""
+        self._life = life()
+        for ordinal in self._gradients:
+            add_graph(self._units[ordinal].layout, self._with_gradient[ordinal])
 
     def _check_budget(self, forward: Forward, args: Sequence[Any]) -> None:
         """Warns, once, if other forwards keep more than the memory budget leaves: known only now that they have run."""
@@ -115,5 +125,8 @@ def check_agreement(captured: Capture, deadline: float) -> None:
     Raises:
         RanksDisagree, RanksMissing: the others are not about to do the same.
     """
-    lines = [f"{part.value}: {line}" for part, lines in captured.context.collectives.items() for line in lines]
-    agree_on_graph(captured.buffers, lines, deadline_s=deadline)
+    agree_on_graph(captured.buffers, _collectives(captured), deadline_s=deadline)
+
+
+def _collectives(captured: Capture) -> list[str]:
+    return [f"{part.value}: {line}" for part, lines in captured.context.collectives.items() for line in lines]

@@ -52,18 +52,28 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_coalesced(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup) -> Any:
-    """Several all-gathers as one collective; returns its work. In public only a context manager coalesces, and that
-    wants them issued inside it."""
-    return group.allgather_into_tensor_coalesced(outputs, inputs)
+def all_gather_coalesced(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool
+) -> Any:
+    """Several all-gathers as one collective: its work, or, on a GPU's current stream, None. In public only a context
+    manager coalesces, and that wants them issued inside it."""
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    return group.allgather_into_tensor_coalesced(outputs, inputs, options)
 
 
 def reduce_scatter_coalesced(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    op: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool,
 ) -> Any:
-    """Several reduce-scatters as one collective; returns its work."""
+    """Several reduce-scatters as one collective: its work, or, on a GPU's current stream, None."""
     options = torch._C._distributed_c10d.ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = async_op
     return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
 

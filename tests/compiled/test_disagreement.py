@@ -232,3 +232,27 @@ def test_a_rank_that_leaves_compiled_code_alone_says_so_at_the_deadline():
         with pytest.raises(RanksMissing, match=r"(?s)1\.5 s.*recompile_limit"):
             model(*models.batches(1, 11)[0])
     dist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_compiles_anew_meets_those_that_have_compiled_before_the_process_group_was_initialized_again(
+    tmp_path,
+):
+    """As a process that has taken the place of one that died."""
+    rank = dist.get_rank()
+
+    def trained() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = vc.fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+        compiled = torch.compile(model, backend="vescale", options={"lowering": "eager", "deadline": 20})
+        compiled(torch.ones(2, 4)).sum().backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    before = trained()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=COLLECTIVE_TIMEOUT)
+    if rank == ODD:
+        torch._dynamo.reset()
+    for expected, found in zip(before, trained(), strict=True):
+        assert torch.equal(expected, found)

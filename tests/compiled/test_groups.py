@@ -49,3 +49,13 @@ def test_a_group_has_the_name_of_the_one_that_was_destroyed_before_it():
     assert names[0] == names[1]
     with pytest.raises(RuntimeError):
         group_named(names[0])
+
+
+def test_a_group_that_has_got_the_name_of_a_destroyed_one_at_pytorch_is_another():
+    with fake_world(8):
+        first = name_group(init_device_mesh("cpu", (2, 4)), 1)
+    with fake_world(8):
+        dist.new_group(list(range(4)))  # and so the groups of the mesh have later names
+        mesh = init_device_mesh("cpu", (2, 4))
+        assert name_group(mesh, 1) == first
+        assert group_named(first) is mesh.get_group(1)
