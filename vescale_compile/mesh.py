@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
             "with rank and world_size)."
         )
     if mesh is None:
-        mesh = init_device_mesh(_device_type(module), (dist.get_world_size(),))
+        mesh = _of_all_ranks(_device_type(module))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh is {type(mesh).__name__}; give a DeviceMesh")
     where = f"[rank {dist.get_rank()}] fully_shard: the mesh {mesh} "
@@ -91,13 +92,29 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
     _check_communicates(mesh, where)
     if mesh.ndim == 1:
         return DataParallelMesh(mesh, mesh)
+    if id(mesh) in _known:
+        return _known[id(mesh)]
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError(
             f"{where}has two dimensions without names; name them, as in "
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
         )
-    return DataParallelMesh(mesh, mesh[names[1]])
+    return _known.setdefault(id(mesh), DataParallelMesh(mesh, mesh[names[1]]))
+
+
+# Each would be another object at each call of fully_shard, and PyTorch compares all ranks of meshes that are not one
+# object. They are not found by equality: equal meshes may have groups of their own.
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+_known: dict[int, DataParallelMesh] = {}  # by the mesh, which it keeps
+
+
+def _of_all_ranks(device_type: str) -> DeviceMesh:
+    assert dist.group.WORLD is not None
+    meshes = _meshes.setdefault(dist.group.WORLD, {})
+    if device_type not in meshes:
+        meshes[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return meshes[device_type]
 
 
 def _check_communicates(mesh: DeviceMesh, where: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from .torch_internals import caches_generated_code, inductor_cache_folder
+from .warm_start import sources
 
 
 @contextlib.contextmanager
@@ -47,7 +48,8 @@ def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], deadline: float) -> 
 def _record_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path:
     """The file that is there once the graph has been lowered."""
     tensors = [(each.device, each.dtype, each.shape) for each in inputs if isinstance(each, torch.Tensor)]
-    digest = hashlib.sha256(repr((torch.__version__, gm.code, tensors)).encode()).hexdigest()
+    compiler = (torch.__version__, sources(), torch.backends.cpu.get_cpu_capability())
+    digest = hashlib.sha256(repr((compiler, gm.code, tensors)).encode()).hexdigest()
     folder = Path(inductor_cache_folder(), "vescale_lowered")
     folder.mkdir(parents=True, exist_ok=True)
     return folder / digest

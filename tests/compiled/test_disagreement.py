@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import models
@@ -116,6 +117,25 @@ def test_a_rank_that_gives_up_does_so_for_those_that_come_later():
 
 
 @on_ranks(3)
+def test_one_rank_alone_asks_who_is_missing():
+    """Of thousands, all of whom may have waited in vain for the first."""
+    mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
+    store = agreement.default_store()
+    if rank > 0:
+        seen = mock.Mock(wraps=store)
+        with (
+            mock.patch.object(agreement, "default_store", return_value=seen),
+            mock.patch.object(agreement, "_GRACE_S", 0.5),
+            pytest.raises(RanksMissing, match=r"no answer from ranks 0 within 0\.5 s"),
+        ):
+            agree(mesh, "test", [], deadline_s=0.5)
+        store.add("asked", int(seen.check.called))
+        store.set(f"counted {rank}", "")
+    store.wait(["counted 1", "counted 2"])
+    assert store.add("asked", 0) == 1
+
+
+@on_ranks(3)
 def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later():
     mesh = init_device_mesh("cpu", (3,))
     decide = first_decides(mesh)
@@ -128,14 +148,18 @@ def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later
         assert decide("another graph's order", "another") == "another"
 
 
+def initialize_again(store: Path) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    shared = dist.FileStore(str(store), world_size)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+
+
 @on_ranks(2)
 def test_a_process_group_that_is_initialized_again_begins_anew(tmp_path):
-    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
-    if rank == ODD:
-        agreement.life().next_exchange(mesh)  # as if it had waited in vain for another one
-    dist.destroy_process_group()
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=COLLECTIVE_TIMEOUT)
+    if dist.get_rank() == ODD:
+        agreement.life().next_exchange(init_device_mesh("cpu", (2,)))  # as if it had waited in vain for another one
+    initialize_again(tmp_path / "store")
     agree(init_device_mesh("cpu", (2,)), "both come", [], deadline_s=10)
 
 
@@ -239,7 +263,6 @@ def test_a_rank_that_compiles_anew_meets_those_that_have_compiled_before_the_pro
     tmp_path,
 ):
     """As a process that has taken the place of one that died."""
-    rank = dist.get_rank()
 
     def trained() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -248,11 +271,11 @@ def test_a_rank_that_compiles_anew_meets_those_that_have_compiled_before_the_pro
         compiled(torch.ones(2, 4)).sum().backward()
         return [param.grad.full_tensor() for param in model.parameters()]
 
+    torch._dynamo.reset()
+    initialize_again(tmp_path / "first")
     before = trained()
-    dist.destroy_process_group()
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=COLLECTIVE_TIMEOUT)
-    if rank == ODD:
+    initialize_again(tmp_path / "second")
+    if dist.get_rank() == ODD:
         torch._dynamo.reset()
     for expected, found in zip(before, trained(), strict=True):
         assert torch.equal(expected, found)

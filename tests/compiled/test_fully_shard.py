@@ -17,6 +17,27 @@ from vescale_compile.sharded_module import buffers_in
 # Parameters
 
 
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_calls_for_inner_modules_and_for_the_model_share_a_mesh(shape):
+    """Whose ranks PyTorch would compare where two parameters meet."""
+    with fake_world(8):
+        mesh = None if shape == (8,) else init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        vc.fully_shard(model[0], mesh=mesh)
+        vc.fully_shard(model, mesh=mesh)
+        assert len({id(param.device_mesh) for param in model.parameters()}) == 1
+
+
+def test_a_process_group_that_is_initialized_again_has_a_mesh_of_its_own():
+    def mesh():
+        return next(vc.fully_shard(nn.Linear(4, 8)).parameters()).device_mesh
+
+    with fake_world(8):
+        first = mesh()
+    with fake_world(8):
+        assert mesh() is not first
+
+
 @on_ranks(3)
 def test_parameters_are_ragged_dtensors_and_views_of_one_buffer():
     model = vc.fully_shard(models.build(models.Uneven))

@@ -1,5 +1,6 @@
 """torch.optim on RaggedDTensors: the unsharded parameters' values, bit for bit, without communication."""
 
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -133,6 +134,20 @@ def test_a_step_communicates_nothing_and_keeps_states_sharded() -> None:
         state = optimizer.state[param]
         assert state["exp_avg"].placements == param.placements
         assert type(state["step"]) is torch.Tensor and state["step"].ndim == 0
+
+
+@on_ranks(2)
+def test_a_loaded_state_is_compared_with_its_parameter_once() -> None:
+    """After that they have one mesh."""
+    param = torch.nn.Parameter(as_ragged(torch.randn(5, 3)))
+    param.grad = as_ragged(torch.randn(5, 3))
+    optimizer = optim.AdamW([param], fused=True)
+    optimizer.step()
+    optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    state = optimizer.state[param]["exp_avg"]
+    assert state.device_mesh is not param.device_mesh
+    optimizer.step()
+    assert state.device_mesh is param.device_mesh and state.placements is param.placements
 
 
 @on_ranks(2)

@@ -82,3 +82,10 @@ def test_intervals_partition_the_tensor(units: list[int], unit_rows: int) -> Non
     assert [stop - start for start, stop in intervals] == [n * unit_rows * 3 for n in units]
     assert intervals[0][0] == 0 and intervals[-1][1] == shape[0] * 3
     assert all(a[1] == b[0] for a, b in itertools.pairwise(intervals))
+
+
+def test_a_placement_of_thousands_of_ranks_is_written_in_runs() -> None:
+    assert repr(RaggedShard((0,), (2, 0, 1))) == "RaggedShard(dims=(0,), local_units=(2, 0, 1))"
+    many = RaggedShard((0,), (0,) * 5000 + (7,) * 3 + (0,) * 4997)
+    assert repr(many) == "RaggedShard(dims=(0,), local_units=(5000 * 0, 3 * 7, 4997 * 0))"
+    assert repr(RaggedShard((0,), (1, 2) * 5000)).endswith("1 * 1, 1 * 2, 9984 more ranks))")

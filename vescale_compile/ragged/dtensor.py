@@ -133,6 +133,10 @@ class RaggedDTensor(DTensor):
             )
         return wrap(local, self._spec)
 
+    def share_mesh(self, other: DTensor) -> None:
+        """Takes the mesh and the placement of a tensor that is laid out alike, equal to its own, in their place."""
+        self._spec = _Spec(other.device_mesh, other.placements, tensor_meta=self._spec.tensor_meta)
+
     def with_arriving(self, local: torch.Tensor, arrival: Arrival) -> RaggedDTensor:
         """:meth:`with_local` of elements that are on their way: whoever first asks for them waits for ``arrival``."""
         from vescale_compile.ragged.arriving import arriving
@@ -200,8 +204,10 @@ class RaggedDTensor(DTensor):
         rank = mesh.get_local_rank()
         start, stop = self.placement.intervals(self.shape)[rank]
         grad = ", requires_grad=True" if self.requires_grad else ""
+        binding = getattr(self, "_vescale_binding", None)  # of a parameter that fully_shard has made
+        name = "" if binding is None else f"{binding.buffer.slots[binding.slot].name}, "
         return (
-            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"RaggedDTensor({name}shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"{self.placement}, rank {rank} of {mesh.size()} holds [{start}, {stop}){grad})"
         )
 

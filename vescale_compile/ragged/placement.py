@@ -15,12 +15,14 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
+_MOST_WRITTEN = 16  # ranks, or runs of them, that a placement in a message lists
+
 
 class RaggedShardError(NotImplementedError):
     """An operation that would need elements which this rank does not hold."""
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class RaggedShard(Placement):
     """A tensor, flattened row-major, dealt out in rank order in whole units.
 
@@ -56,6 +58,15 @@ class RaggedShard(Placement):
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        """Of many ranks, those that follow one another with as many units together: 3 * 7 is three ranks of seven."""
+        if len(self.local_units) <= _MOST_WRITTEN:
+            return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
+        runs = [(len(list(run)), units) for units, run in itertools.groupby(self.local_units)]
+        written = ", ".join(f"{count} * {units}" for count, units in runs[:_MOST_WRITTEN])
+        rest = "" if len(runs) <= _MOST_WRITTEN else f", {sum(count for count, _ in runs[_MOST_WRITTEN:])} more ranks"
+        return f"RaggedShard(dims={self.dims}, local_units=({written}{rest}))"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RaggedShard, (self.dims, self.local_units)
