@@ -17,7 +17,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulates gradients over micro-batches without reducing them, as DistributedDataParallel.no_sync.
 
     What counts is where the forward runs. Backwards of forwards inside keep their gradient on each rank, summed
-    and not sharded (world_size times a shard's memory, in the reduction's dtype). The next backward of a forward
+    and not sharded (world_size times a shard's memory, in the reduction's dtype; where one graph has all units, twice
+    that while a later backward runs, whose own gradients are added when it ends). The next backward of a forward
     outside adds its own and reduces the sum, once for each unit, units that it did not use itself included; until
     then ``.grad`` does not change. ``zero_grad()`` of the sharded module itself forgets what was accumulated; that of
     an optimizer, of what ``torch.compile`` returned or of a module around it does not.

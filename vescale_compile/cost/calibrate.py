@@ -32,9 +32,13 @@ from vescale_compile.runtime.collectives import (
 
 # On a CPU small enough that some repetitions run without being interrupted.
 _MATRIX = {"cpu": 512, "cuda": 8192}  # rows and columns
-_BESIDE = {"cpu": (64, 1024, 16), "cuda": (8192, 8192, 1)}  # rows, size and number of matrices that are multiplied
+# Rows, size, number and dtype of matrices that are multiplied: a product takes a small part of the largest collective.
+_BESIDE = {"cpu": (64, 1024, 16, torch.float32), "cuda": (4096, 4096, 1, torch.bfloat16)}
 _COPY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}
-_COLLECTIVE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_COLLECTIVE_BYTES = {
+    "cpu": (1 << 18, 1 << 20, 1 << 22, 1 << 24),
+    "cuda": (1 << 20, 1 << 23, 1 << 26, 1 << 29),  # as a unit's: smaller ones don't fill the links
+}
 _REPEATS = 15  # of what takes milliseconds
 _FEWEST, _MOST, _SECONDS = 5, 45, 1.5  # repetitions of a collective: as many as find room in this time, within bounds
 _BATCHES, _BATCH, _BATCH_BYTES = 5, 5, 1 << 24  # of collectives: how many in each, at least, and how much
@@ -182,13 +186,13 @@ class _Bench:
 
     def __init__(self, device: str, group: dist.ProcessGroup | None) -> None:
         self.device, self.group, self.agree = device, group, _Slowest(device, group)
-        rows, size, count = _BESIDE[device]
-        self.a, *self.matrices = (torch.randn(n, size, device=device) for n in (rows, *[size] * count))
+        rows, size, count, dtype = _BESIDE[device]
+        self.a, *self.matrices = (torch.randn(n, size, device=device).to(dtype) for n in (rows, *[size] * count))
         self.out = torch.empty_like(self.a)
 
     def measure(self, kind: str) -> MeasuredCollective:
         ranks = dist.get_world_size(self.group)
-        sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES]
+        sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES[self.device]]
         seconds, after_pauses = [], []
         for nbytes in sizes:
             start, other = (self._collective(kind, nbytes // 4, ranks) for _ in range(2))
