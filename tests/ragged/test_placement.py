@@ -89,3 +89,8 @@ def test_a_placement_of_thousands_of_ranks_is_written_in_runs() -> None:
     many = RaggedShard((0,), (0,) * 5000 + (7,) * 3 + (0,) * 4997)
     assert repr(many) == "RaggedShard(dims=(0,), local_units=(5000 * 0, 3 * 7, 4997 * 0))"
     assert repr(RaggedShard((0,), (1, 2) * 5000)).endswith("1 * 1, 1 * 2, 9984 more ranks))")
+
+
+def test_one_ranks_interval_is_that_among_all() -> None:
+    placement, shape = RaggedShard((0,), (2, 0, 1, 3)), (12, 5)
+    assert [placement.interval(shape, rank) for rank in range(4)] == list(placement.intervals(shape))

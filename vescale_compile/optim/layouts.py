@@ -49,7 +49,7 @@ def _zeros(param: Tensor, layout: Layout) -> Tensor:
     if not isinstance(param, RaggedDTensor) or layout.placement is None:
         return param.new_zeros(layout.shape)
     mesh = param.device_mesh
-    start, stop = layout.placement.intervals(layout.shape)[mesh.get_local_rank()]
+    start, stop = layout.placement.interval(layout.shape, mesh.get_local_rank())
     local = param.to_local().new_zeros(stop - start)
     return RaggedDTensor.from_local(local, mesh, [layout.placement], shape=layout.shape)
 

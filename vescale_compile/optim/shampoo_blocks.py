@@ -111,7 +111,7 @@ def block_counts(param: Tensor, grid: BlockGrid, name: str | None = None) -> lis
         if count is None:
             raise ValueError(
                 f"{rank_prefix(param)}Shampoo: {describe(param, name)} is cut inside a block of {grid.size} rows: rank "
-                f"{rank} of its mesh holds elements {param.placement.intervals(param.shape)[rank]}. Shard it with "
+                f"{rank} of its mesh holds elements {param.placement.interval(param.shape, rank)}. Shard it with "
                 f"fully_shard(granularity=Shampoo.granularity_for(block={grid.size}))"
             )
         counts.append(count)

@@ -61,7 +61,7 @@ class RaggedDTensor(DTensor):
     @property
     def interval(self) -> tuple[int, int]:
         """The elements of the row-major flattened tensor that this rank holds: ``(start, stop)``."""
-        return self.placement.intervals(self.shape)[self.device_mesh.get_local_rank()]
+        return self.placement.interval(self.shape, self.device_mesh.get_local_rank())
 
     @staticmethod
     def from_local(  # type: ignore[override]
@@ -97,7 +97,7 @@ class RaggedDTensor(DTensor):
                 f"{where}: strides {tuple(stride)} for shape {tuple(shape)}; RaggedShard cuts row-major "
                 f"tensors, here {row_major_strides(shape)}. Call .contiguous() on the whole tensor first."
             )
-        start, stop = placement.intervals(shape)[rank]
+        start, stop = placement.interval(shape, rank)
         if local_tensor.shape != (stop - start,) or not local_tensor.is_contiguous():
             raise ValueError(
                 f"{where}: {placement} gives this rank elements [{start}, {stop}) of shape {tuple(shape)}; "
@@ -202,7 +202,7 @@ class RaggedDTensor(DTensor):
     def __repr__(self) -> str:  # type: ignore[override]
         mesh = self.device_mesh
         rank = mesh.get_local_rank()
-        start, stop = self.placement.intervals(self.shape)[rank]
+        start, stop = self.placement.interval(self.shape, rank)
         grad = ", requires_grad=True" if self.requires_grad else ""
         binding = getattr(self, "_vescale_binding", None)  # of a parameter that fully_shard has made
         name = "" if binding is None else f"{binding.buffer.slots[binding.slot].name}, "

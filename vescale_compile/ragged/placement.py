@@ -101,9 +101,24 @@ class RaggedShard(Placement):
         """
         return _intervals(self, tuple(shape))
 
+    def interval(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
+        """One rank's of :meth:`intervals`, without the others', which are many where ranks are.
 
-@lru_cache(maxsize=4096)
+        Raises:
+            ValueError: a tensor of `shape` can't be cut this way.
+        """
+        return _interval(self, tuple(shape), rank)
+
+
+@lru_cache(maxsize=256)
 def _intervals(placement: RaggedShard, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     unit = placement.unit_numel(shape)
     stops = itertools.accumulate((units * unit for units in placement.local_units), initial=0)
     return tuple(itertools.pairwise(stops))
+
+
+@lru_cache(maxsize=1 << 16)
+def _interval(placement: RaggedShard, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
+    unit = placement.unit_numel(shape)
+    start = sum(placement.local_units[:rank]) * unit
+    return start, start + placement.local_units[rank] * unit
