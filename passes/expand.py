@@ -145,7 +145,8 @@ def _expand_quantized_reduction(node: fx.Node, context: CompileContext) -> None:
         sent, received = (
             allocate(graph, nbytes, like=value, dtype=torch.uint8, mark=Buffer(Use.SCRATCH, unit)) for _ in range(2)
         )
-        call(graph, start, full, shard, sent, received, unit, group, packing, rounding, compiled, mark=launch)
-        call(graph, finish, shard, sent, received, unit, group, replicas, packing, compiled, mark=wait)
+        where = (unit, group, replicas, packing, rounding, compiled)
+        call(graph, start, full, shard, sent, received, *where, mark=launch)
+        call(graph, finish, shard, sent, received, unit, mark=wait)
     node.replace_all_uses_with(shard)
     graph.erase_node(node)

@@ -58,8 +58,7 @@ def _casts_reduced(node: fx.Node) -> bool:
 
 def _wait_communicates(wait: fx.Node, replicas: str) -> bool:
     on_gpu = wait.all_input_nodes[0].meta["val"].device.type == "cuda"
-    quantized = wait.target is quantized_ops.wait_reduce_scatter_quantized
-    return replicas != "" and (quantized or not on_gpu)
+    return replicas != "" and not on_gpu
 
 
 def _put_off(cast: fx.Node, reduced: fx.Node, unit: int) -> None:

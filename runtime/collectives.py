@@ -99,7 +99,9 @@ def start_all_gathers(gathers: Sequence[tuple[Tensor, Tensor]], group: dist.Proc
     return run(True)
 
 
-def start_all_to_all(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> Pending:
+def start_all_to_all(
+    sent: Tensor, received: Tensor, group: dist.ProcessGroup, finish: Callable[[], object] = lambda: None
+) -> Pending:
     """Sends each other rank its part of ``sent``; what they send comes to their parts of ``received``.
 
     This rank's own part may stay undefined in ``received``.
@@ -108,19 +110,28 @@ def start_all_to_all(sent: Tensor, received: Tensor, group: dist.ProcessGroup) -
         sent, received: contiguous, of as many equal parts as ranks, in their order. Neither may be written, nor
             ``received`` read, until the wait has returned.
         group: the ranks.
+        finish: works on what came: on a GPU behind it, on its stream; on CPUs in the wait.
     """
     if exchanges_directly(sent.device, group):
         outgoing, incoming = sent.view(group.size(), -1), received.view(group.size(), -1)
         peers = _peers(group)
-        return _exchange(
+        pending = _exchange(
             [Message(outgoing[rank], rank) for rank in peers],
             [Message(incoming[rank], rank) for rank in peers],
             group,
             _EXCHANGE,
         )
+        return _Deferred(lambda: (pending.wait(), finish()))
+
     if sent.device.type == "cuda":
-        return _on_stream("reduce", sent.device, lambda: dist.all_to_all_single(received, sent, group=group))
-    return dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+        def run() -> None:
+            dist.all_to_all_single(received, sent, group=group)
+            finish()
+
+        return _on_stream("reduce", sent.device, run)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    return _Deferred(lambda: (work.wait(), finish()))
 
 
 def start_reduce_scatter(

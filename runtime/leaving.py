@@ -11,18 +11,14 @@ from torch import Tensor
 
 from .arrivals import arrival_of, leave
 from .ops import define, in_flight_on
-from .quantized_ops import rest_of_reduction
 
 
 def _leave(full: Tensor, shard: Tensor, scratch: Tensor, unit: int) -> None:
     leave(shard, (full, scratch), in_flight_on(full).wait)
 
 
-def _leave_quantized(
-    shard: Tensor, sent: Tensor, received: Tensor, unit: int, group: str, replicas: str, packing: str, compiled: bool
-) -> None:
-    finish = rest_of_reduction(shard, sent, received, group, replicas, packing, compiled)
-    leave(shard, (sent, received), finish)
+def _leave_quantized(shard: Tensor, sent: Tensor, received: Tensor, unit: int) -> None:
+    leave(shard, (sent, received), in_flight_on(received).wait)
 
 
 def _cast_when_read(shard: Tensor, result: Tensor, unit: int) -> None:
@@ -41,8 +37,7 @@ define(
     _leave,
 )
 define(
-    "leave_reduce_scatter_quantized(Tensor(a!) shard, Tensor(b!) sent, Tensor(c!) received, int unit, str group, "
-    "str replicas, str packing, bool compiled) -> ()",
+    "leave_reduce_scatter_quantized(Tensor(a!) shard, Tensor(b!) sent, Tensor(c!) received, int unit) -> ()",
     _leave_quantized,
 )
 define("cast_when_read(Tensor(a!) shard, Tensor(b!) result, int unit) -> ()", _cast_when_read)

@@ -6,7 +6,8 @@ In a joint graph ``vescale::all_gather_quantized`` and ``vescale::reduce_scatter
 In partitioned graphs ``vescale::start_all_gather_quantized`` quantizes the shard into its place in a packed buffer and
 launches its gather, which ``vescale::wait_all_gather`` waits for; ``vescale::dequantize`` then fills the buffer that
 parameters are read in. ``vescale::start_reduce_scatter_quantized`` quantizes the gradients, which may be overwritten as
-soon as it returns, and sends each rank its part; ``vescale::wait_reduce_scatter_quantized`` averages what came.
+soon as it returns, and sends each rank its part. What comes is averaged, over replicas too: on GPUs behind it on its
+stream, on CPUs by ``vescale::wait_reduce_scatter_quantized``.
 
 A graph is the same on all ranks, so it names the unit's packing, and where a rank's blocks lie is looked up at run
 time. ``compiled`` says whether Inductor compiles the kernels.
@@ -14,7 +15,6 @@ time. ``compiled`` says whether Inductor compiles the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from .collectives import Pending, average_replicas, start_all_to_all, start_gather_in_place
 from .groups import group_named
 from .ops import define, in_flight_on, launched, replicas_of
-from .packing import Packing, StochasticQuantizer, packing_named
+from .packing import StochasticQuantizer, packing_named
 from .quantizing import Kernels, average_into, dequantize_into, quantize_into
 from .rounding import rounding_of
 
@@ -62,16 +62,12 @@ def _dequantize(packed: Tensor, full: Tensor, unit: int, packing: str, compiled:
 @torch.no_grad()
 def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, packing: str, rounding: Tensor) -> Tensor:
     """Averages ``full`` [world_size * S], quantized by each rank, and returns this rank's [S]."""
-    ranks, known = group_named(group), packing_named(packing)
-    shard = full.new_empty(full.numel() // ranks.size())
-    sent, received = (full.new_empty(known.nbytes, dtype=torch.uint8) for _ in range(2))
-    _quantize_gradients(full, sent, known, rounding, False)
-    start_all_to_all(sent, received, ranks).wait()
-    _average(shard, sent, received, ranks, replicas, known, False)
+    shard = full.new_empty(full.numel() // group_named(group).size())
+    sent, received = (full.new_empty(packing_named(packing).nbytes, dtype=torch.uint8) for _ in range(2))
+    _start_quantized_reduction(full, shard, sent, received, group, replicas, packing, rounding, False).wait()
     return shard
 
 
-@torch.no_grad()
 def _start_reduce(
     full: Tensor,
     shard: Tensor,
@@ -79,52 +75,45 @@ def _start_reduce(
     received: Tensor,
     unit: int,
     group: str,
+    replicas: str,
     packing: str,
     rounding: Tensor,
     compiled: bool,
 ) -> None:
-    _quantize_gradients(full, sent, packing_named(packing), rounding, compiled)
-    launched(received, start_all_to_all(sent, received, group_named(group)))
+    launched(
+        received,
+        _start_quantized_reduction(full, shard, sent, received, group, replicas, packing, rounding, compiled),
+    )
+
+
+def _wait_reduce(shard: Tensor, sent: Tensor, received: Tensor, unit: int) -> None:
+    in_flight_on(received).wait()
 
 
 @torch.no_grad()
-def _wait_reduce(
-    shard: Tensor, sent: Tensor, received: Tensor, unit: int, group: str, replicas: str, packing: str, compiled: bool
-) -> None:
-    rest_of_reduction(shard, sent, received, group, replicas, packing, compiled)()
-
-
-def rest_of_reduction(
-    shard: Tensor, sent: Tensor, received: Tensor, group: str, replicas: str, packing: str, compiled: bool
-) -> Callable[[], None]:
-    """What is left to do of a quantized reduction in flight: waits, and averages what came into ``shard``. Holds all
-    that it needs, whatever becomes of the unit meanwhile."""
-    pending, ranks, known = in_flight_on(received), group_named(group), packing_named(packing)
-
-    def finish() -> None:
-        pending.wait()
-        _average(shard, sent, received, ranks, replicas, known, compiled)
-
-    return finish
-
-
-def _quantize_gradients(full: Tensor, sent: Tensor, packing: Packing, rounding: Tensor, compiled: bool) -> None:
-    key = rounding_of(rounding).next_key(cast(StochasticQuantizer, packing.quantizer).seed or 0)
-    quantize_into(packing, None, full, sent, Kernels.on(full.device, compiled), key)
-
-
-def _average(
+def _start_quantized_reduction(
+    full: Tensor,
     shard: Tensor,
     sent: Tensor,
     received: Tensor,
-    group: dist.ProcessGroup,
+    group: str,
     replicas: str,
-    packing: Packing,
+    packing: str,
+    rounding: Tensor,
     compiled: bool,
-) -> None:
-    own = sent.narrow(0, group.rank() * packing.part, packing.part)
-    average_into(packing, group.rank(), own, received, shard, Kernels.on(shard.device, compiled))
-    average_replicas(shard, replicas_of(replicas))
+) -> Pending:
+    """Holds all that is needed to the end, whatever becomes of the unit meanwhile."""
+    ranks, known, kernels = group_named(group), packing_named(packing), Kernels.on(full.device, compiled)
+    key = rounding_of(rounding).next_key(cast(StochasticQuantizer, known.quantizer).seed or 0)
+    quantize_into(known, None, full, sent, kernels, key)
+
+    @torch.no_grad()
+    def average() -> None:
+        own = sent.narrow(0, ranks.rank() * known.part, known.part)
+        average_into(known, ranks.rank(), own, received, shard, kernels)
+        average_replicas(shard, replicas_of(replicas))
+
+    return start_all_to_all(sent, received, ranks, average)
 
 
 def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str, dtype: torch.dtype, packing: str) -> Tensor:
@@ -153,12 +142,11 @@ define(
 define("dequantize(Tensor packed, Tensor(a!) full, int unit, str packing, bool compiled) -> ()", _dequantize)
 define(
     "start_reduce_scatter_quantized(Tensor full, Tensor(a!) shard, Tensor(b!) sent, Tensor(c!) received, int unit, "
-    "str group, str packing, Tensor rounding, bool compiled) -> ()",
+    "str group, str replicas, str packing, Tensor rounding, bool compiled) -> ()",
     _start_reduce,
 )
 define(
-    "wait_reduce_scatter_quantized(Tensor(a!) shard, Tensor(b!) sent, Tensor(c!) received, int unit, str group, "
-    "str replicas, str packing, bool compiled) -> ()",
+    "wait_reduce_scatter_quantized(Tensor(a!) shard, Tensor(b!) sent, Tensor(c!) received, int unit) -> ()",
     _wait_reduce,
 )
 

@@ -173,13 +173,13 @@ class QuantizedGraph(Graph):
 
     def launch_reduction(self, gradients: fx.Node) -> list[fx.Node]:
         buffers = [self.buffer(Use.REDUCED), self.buffer(Use.SCRATCH), self.buffer(Use.SCRATCH)]
-        args = (gradients, *buffers, 0, "0", "packing", self.placeholder("rounding", 1), False)
+        args = (gradients, *buffers, 0, "0", "", "packing", self.placeholder("rounding", 1), False)
         self.call(quantized_ops.start_reduce_scatter_quantized, *args, mark=Comm(REDUCE_SCATTER, Role.LAUNCH, 0))
         return buffers
 
     def wait_reduction(self, buffers: list[fx.Node]) -> fx.Node:
         mark = Comm(REDUCE_SCATTER, Role.WAIT, 0)
-        self.call(quantized_ops.wait_reduce_scatter_quantized, *buffers, 0, "0", "", "packing", False, mark=mark)
+        self.call(quantized_ops.wait_reduce_scatter_quantized, *buffers, 0, mark=mark)
         return buffers[0]
 
 
