@@ -92,15 +92,15 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
     _check_communicates(mesh, where)
     if mesh.ndim == 1:
         return DataParallelMesh(mesh, mesh)
-    if id(mesh) in _known:
-        return _known[id(mesh)]
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError(
             f"{where}has two dimensions without names; name them, as in "
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
         )
-    return _known.setdefault(id(mesh), DataParallelMesh(mesh, mesh[names[1]]))
+    if id(mesh) not in _known:
+        _known[id(mesh)] = DataParallelMesh(mesh, mesh[names[1]])
+    return _known[id(mesh)]
 
 
 # Each would be another object at each call of fully_shard, and PyTorch compares all ranks of meshes that are not one

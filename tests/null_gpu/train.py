@@ -15,8 +15,6 @@ from vescale_compile.examples.llama import SIZES, Llama
 from vescale_compile.local_ranks import start_local_ranks
 
 STEPS = 3
-
-
 QUANTIZED = {"quantize": vc.BlockFP8((64, 64)), "quantize_gradients": vc.BlockInt8(256)}
 
 

@@ -202,7 +202,7 @@ class RaggedDTensor(DTensor):
     def __repr__(self) -> str:  # type: ignore[override]
         mesh = self.device_mesh
         rank = mesh.get_local_rank()
-        start, stop = self.placement.interval(self.shape, rank)
+        start, stop = self.interval
         grad = ", requires_grad=True" if self.requires_grad else ""
         binding = getattr(self, "_vescale_binding", None)  # of a parameter that fully_shard has made
         name = "" if binding is None else f"{binding.buffer.slots[binding.slot].name}, "
