@@ -53,7 +53,7 @@ def question(what: str, context: CompileContext) -> str:
             unit.name,
             tuple(unit.shard.shape),
             unit.views,
-            unit.port is None,
+            unit.accumulates,
             unit.comm._replace(group="", replicas="", packing="", gradient_packing=""),
             unit.reshard_after_forward,
         )

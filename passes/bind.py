@@ -1,9 +1,9 @@
 """Replaces sharded parameters by one flat input for each unit, gathered and unpacked at first use.
 
 Before: a placeholder for each parameter, and ``unshard_param(placeholder, ...)`` for each use. After: for each
-unit, first among the placeholders and in the units' order, its flat shard [S] (and, if gradients accumulate, a
-port [world_size * S]; if they are quantized, the handle of a stream to round by), and one ``unshard`` with the views
-that the graph reads. The parameters' own placeholders are gone, so the graph has the same inputs on every rank.
+unit, first among the placeholders and in the units' order, its flat shard [S] (and, if gradients accumulate or are
+quantized, the handle of its reductions), and one ``unshard`` with the views that the graph reads. The parameters' own
+placeholders are gone, so the graph has the same inputs on every rank.
 """
 
 from __future__ import annotations

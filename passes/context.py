@@ -120,27 +120,27 @@ class GraphUnit:
     Attributes:
         name: of the unit that was there at capture; the graph may serve others laid out alike.
         shard: example of the flat shard, [S].
-        port: example of the port [world_size * S] if gradients leave the graph unreduced, else None.
         views: the parameters that the graph reads.
         others: parameters of the unit that the graph does not read.
         comm: sizes, dtypes and process group of its collectives.
         reshard_after_forward: gather again in the backward, unless a memory budget leaves room to keep it.
-        rounding: example of the handle of the stream that gradients are rounded by, if they are quantized, else None.
+        accumulates: whether gradients may accumulate.
+        reductions: example of the handle of its reductions, if gradients accumulate or are quantized, else None.
     """
 
     name: str
     shard: Tensor
-    port: Tensor | None
     views: tuple[ParamView, ...]
     others: tuple[ParamView, ...]
     comm: CommSpec
     reshard_after_forward: bool
-    rounding: Tensor | None = None
+    accumulates: bool = False
+    reductions: Tensor | None = None
 
     @property
     def inputs(self) -> tuple[tuple[str, Tensor | None], ...]:
         """Examples of the graph's inputs that stand for the unit, in their order; None where there is none."""
-        return ("shard", self.shard), ("port", self.port), ("rounding", self.rounding)
+        return ("shard", self.shard), ("reductions", self.reductions)
 
     @property
     def shard_bytes(self) -> int:

@@ -106,13 +106,14 @@ def _gathered(
 def _expand_reduction(node: fx.Node, context: CompileContext) -> None:
     graph, value = node.graph, node.meta["val"]
     args: tuple[Any, ...] = node.args
-    full, unit, group, replicas = args
+    full, unit, group, replicas, reductions = args
+    accumulates = (reductions,) if reductions is not None else ()
     with graph.inserting_before(node):
         shard = allocate(graph, value.numel(), like=value, mark=Buffer(Use.REDUCED, unit))
         needed = context.units[unit].comm.reduce_scratch
         scratch = allocate(graph, needed, like=value, mark=Buffer(Use.SCRATCH, unit))
         launch, wait = (Comm(REDUCE_SCATTER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
-        call(graph, ops.start_reduce_scatter, full, shard, scratch, unit, group, replicas, mark=launch)
+        call(graph, ops.start_reduce_scatter, full, shard, scratch, unit, group, replicas, *accumulates, mark=launch)
         call(graph, ops.wait_reduce_scatter, full, shard, scratch, unit, mark=wait)
     node.replace_all_uses_with(shard)
     graph.erase_node(node)
@@ -135,7 +136,7 @@ def _expand_quantized_gather(node: fx.Node, context: CompileContext) -> None:
 def _expand_quantized_reduction(node: fx.Node, context: CompileContext) -> None:
     graph, value = node.graph, node.meta["val"]
     args: tuple[Any, ...] = node.args
-    full, unit, group, replicas, packing, rounding = args
+    full, unit, group, replicas, packing, reductions = args
     compiled = context.lowering is Lowering.INDUCTOR
     launch, wait = (Comm(REDUCE_SCATTER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
     nbytes = context.units[unit].comm.packed_gradient_bytes
@@ -145,7 +146,7 @@ def _expand_quantized_reduction(node: fx.Node, context: CompileContext) -> None:
         sent, received = (
             allocate(graph, nbytes, like=value, dtype=torch.uint8, mark=Buffer(Use.SCRATCH, unit)) for _ in range(2)
         )
-        where = (unit, group, replicas, packing, rounding, compiled)
+        where = (unit, group, replicas, packing, reductions, compiled)
         call(graph, start, full, shard, sent, received, *where, mark=launch)
         call(graph, finish, shard, sent, received, unit, mark=wait)
     node.replace_all_uses_with(shard)

@@ -16,7 +16,7 @@ from torch import fx
 from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view
 from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of
-from .edit import nbytes_of, order_of, value_of
+from .edit import nbytes_of, order_of
 from .summary import Peak
 
 
@@ -76,18 +76,12 @@ def _is_memory(node: fx.Node, context: CompileContext) -> bool:
     if node.op == "placeholder":
         in_slot = any(buffer_of(user) is not None for user in node.users)
         is_shard = any(comm_of(user) is not None for user in node.users)
-        return not in_slot and not is_shard and not _is_port(node)
+        return not in_slot and not is_shard
     if node.op != "call_function" or not nbytes_of(node):
         return False
     if buffer_of(node) is not None:
         return not node.all_input_nodes  # else it lies in a slot
     return context.lowering is Lowering.EAGER or not _is_fused(node)
-
-
-def _is_port(node: fx.Node) -> bool:
-    """Whether it only has a size, for unreduced gradients to arrive at."""
-    value = value_of(node)
-    return value is not None and value.stride() == (0,)
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from typing import cast
 
 from torch import fx
 
+from ..rng_calls import give_values
 from ..schedule import find_schedule, least_peak
 from .agreed import agreed_units
 from .aliases import bases_of
@@ -52,6 +53,8 @@ def retain(
         joint = gm if budget is None else copied(gm)
         mark(joint)
         halves = cut(joint)
+        for half in halves:
+            give_values(half.graph)
         return halves, survey(halves, context)
 
     halves, step = cut_keeping(())

@@ -57,9 +57,6 @@ def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     check_written(gm.graph, execution.bases, context)
     check_memory(gm.graph, context)
     context.collectives[part] = [_line(node, comm, context) for node, comm in launches]
-    if part is Part.BACKWARD:
-        accumulated = (unit for unit in sorted(context.gradients) if context.units[unit].port is not None)
-        context.collectives[part] += [f"gradient of unit {unit}{_gradients(unit, context)}" for unit in accumulated]
 
 
 class _State(enum.Enum):
@@ -273,7 +270,8 @@ def _line(node: fx.Node, comm: Comm, context: CompileContext) -> str:
 
 
 def _gradients(unit: int, context: CompileContext) -> str:
-    """Which gradients of a unit there are: ranks that compute others must know of it."""
+    """Which gradients of a unit there are, and whether they accumulate: ranks where it is otherwise must know of it."""
     absent = context.without_gradient(unit)
     missing = f", without gradients of parameters at {absent}" if absent else ""
-    return f", laid out as {context.units[unit].places}{missing}"
+    accumulating = ", accumulating" if context.units[unit].accumulates else ""
+    return f", laid out as {context.units[unit].places}{missing}{accumulating}"

@@ -44,8 +44,8 @@ def check_copies(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compil
 
 
 def check_written(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
-    """When gradients are reduced, or leave the graph unreduced, each parameter's place was written: with its gradient,
-    or with zeros. What an earlier tenant of the slot left between places is nobody's."""
+    """When gradients are reduced each parameter's place was written: with its gradient, or with zeros. What an earlier
+    tenant of the slot left between places is nobody's."""
     written: dict[fx.Node, list[tuple[int, int]]] = defaultdict(list)
     for node in graph.nodes:
         comm = comm_of(node)

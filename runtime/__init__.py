@@ -1,12 +1,28 @@
 """What runs at each step: shard buffers, collectives, and the boundary between parameters and graphs.
 
-- :mod:`.ops`        the operators that stand for a unit's communication in a graph
-- :mod:`.dbuffer`    one unit's buffers over a device mesh, and what a rank knows about them
-- :mod:`.unshard`    all-gather and unpack, with pack and reduce-scatter as its backward
-- :mod:`.boundary`   sharded parameters in, flat graph inputs out; flat gradients in, sharded gradients out
-- :mod:`.marker`     the call that module code makes for a parameter, and that the compiler replaces
-- :mod:`.eager`      what that call does where nothing was compiled
-- :mod:`.pool`       static memory for communication, shared by compiled graphs
-- :mod:`.registered` memory for communication that the network knows
-- :mod:`.agreement`  proof that all ranks are about to do the same collectives
+From parameters to collectives:
+
+- :mod:`.marker`        the call that module code makes for a parameter, and that the compiler replaces
+- :mod:`.eager`         what that call does where nothing was compiled
+- :mod:`.boundary`      sharded parameters in, flat graph inputs out; flat gradients in, sharded gradients out
+- :mod:`.unshard`       all-gather and unpack, with pack and reduce-scatter as its backward
+- :mod:`.ops`           the operators that stand for a unit's communication in a graph; :mod:`.quantized_ops` for
+  quantized communication, :mod:`.crossing` for what a forward gathers for its backward, :mod:`.leaving` for reductions
+  that outlast it
+- :mod:`.collectives`   collectives as they are launched and waited for; :mod:`.groups`, the process groups by name
+
+What there is of a unit, and of all:
+
+- :mod:`.dbuffer`       one unit's buffers over a device mesh, and what a rank knows about them
+- :mod:`.reductions`    gradients that accumulate, and :mod:`.rounding`, how those that are quantized are rounded
+- :mod:`.packing`       what travels of a quantized unit; :mod:`.block_places` and :mod:`.quantizing`, its kernels
+- :mod:`.model`         what a model takes of a rank's memory beside one of its graphs
+- :mod:`.pool`          static memory for communication, shared by compiled graphs; :mod:`.registered`, if the network
+  is to know it
+- :mod:`.arrivals`      reduced gradients on their way to whoever first reads them
+
+Among ranks:
+
+- :mod:`.agreement`     proof that all ranks are about to do the same collectives
+- :mod:`.used`          parameters that not every rank uses
 """

@@ -86,8 +86,15 @@ _lives: WeakKeyDictionary[dist.ProcessGroup, Life] = WeakKeyDictionary()
 
 
 def life() -> Life:
-    """That of the default process group."""
-    assert dist.group.WORLD is not None
+    """That of the default process group.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if dist.group.WORLD is None:
+        raise RuntimeError(
+            "a sharded model is called without a process group: call torch.distributed.init_process_group"
+        )
     return _lives.setdefault(dist.group.WORLD, Life())
 
 

@@ -30,6 +30,7 @@ class Arrival:
     result: Tensor
     uses: tuple[Tensor, ...]
     _finish: Callable[[], object] | None
+    _left_on: torch.Stream | None  # where their memory goes when it is freed
     _done: torch.Event | None = field(default=None, init=False)
     _waited: torch.Stream | None = field(default=None, init=False)  # the last stream that comes after it
 
@@ -37,6 +38,14 @@ class Arrival:
     def over(self) -> bool:
         """Whether it was waited for."""
         return self._finish is None
+
+    @property
+    def may_be_freed(self) -> bool:
+        """Whether what a GPU still writes comes before all that memory freed now may be used for. The current stream
+        has waited for it."""
+        if self._done is None or torch.cuda.current_stream(self.result.device) == self._left_on:
+            return True
+        return self._done.query()
 
     def wait(self) -> None:
         """Returns when the gradients may be read; on a GPU, by the current stream.
@@ -62,6 +71,8 @@ class Arrival:
 
 _numbers = itertools.count()
 _arrivals: dict[int, Arrival] = {}
+_kept: list[Arrival] = []
+"""Waited for on another stream than the one that they were left on, which PyTorch's allocator knows nothing of."""
 
 
 def leave(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]) -> None:
@@ -76,7 +87,8 @@ def leave(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]
     if torch.is_anomaly_enabled() or profiled_to_the_end(result.device):
         finish()  # autograd itself reads all gradients in anomaly mode
     else:
-        _arrivals[result.data_ptr()] = Arrival(next(_numbers), result, uses, finish)
+        stream = torch.cuda.current_stream(result.device) if result.device.type == "cuda" else None
+        _arrivals[result.data_ptr()] = Arrival(next(_numbers), result, uses, finish, stream)
 
 
 def arrival_of(result: Tensor) -> Arrival | None:
@@ -86,7 +98,12 @@ def arrival_of(result: Tensor) -> Arrival | None:
 
 def settle() -> None:
     """Waits for everything that was left in flight; what fails fails once here, and whoever reads it."""
-    while _arrivals:
-        arrival = _arrivals.pop(next(iter(_arrivals)))
+    kept = list(_kept)
+    _kept.clear()
+    while kept or _arrivals:
+        arrival = kept.pop() if kept else _arrivals.pop(next(iter(_arrivals)))
         arrival.wait()
-        arrival.uses = ()
+        if arrival.may_be_freed:
+            arrival.uses = ()
+        else:
+            _kept.append(arrival)

@@ -73,25 +73,21 @@ def flat_input(
     buffer: DBuffer,
     params: Sequence[Tensor],
     *,
-    reduced: bool,
     used: Collection[int],
     forward: Forward,
 ) -> Tensor:
-    """Returns the tensor through which the gradients of ``params`` will come back.
+    """Returns the unit's shard [S], to which the gradients of ``params`` will come back, reduced.
 
     Args:
         buffer: the unit's buffer.
         params: parameters of that buffer, in any order.
-        reduced: True gives the shard, [S], and expects its gradient, reduced. False gives a port,
-            [world_size * S], and expects the gradient before reduction, which is then accumulated; it is
-            reduced when the forward ran outside ``no_sync``.
         used: indices of the parameters that have a gradient, read when the backward has computed them.
         forward: what reads the parameters.
     """
     trainable = tuple(p for p in params if p.requires_grad)
     if not (torch.is_grad_enabled() and trainable):
-        return buffer.shard if reduced else buffer.port(buffer.shard)
-    return _FlatInput.apply(buffer, reduced, buffer.sync.enabled, used, forward, *trainable)
+        return buffer.shard
+    return _FlatInput.apply(buffer, buffer.sync.enabled, used, forward, *trainable)
 
 
 class _FlatInput(torch.autograd.Function):
@@ -99,18 +95,16 @@ class _FlatInput(torch.autograd.Function):
     def forward(
         ctx: Any,
         buffer: DBuffer,
-        reduced: bool,
-        reduce_now: bool,
+        reduces: bool,
         used: Collection[int],
         forward: Forward,
         *params: ShardedParameter,
     ) -> Tensor:
-        ctx.buffer, ctx.reduced, ctx.reduce_now = buffer, reduced, reduce_now
+        ctx.buffer, ctx.reduces = buffer, reduces
         ctx.used, ctx.forward = used, forward
         ctx.params = params
         ctx.set_materialize_grads(False)
-        flat = buffer.shard if reduced else buffer.port(buffer.shard)
-        return flat.view_as(flat)
+        return buffer.shard.view_as(buffer.shard)
 
     @staticmethod
     @once_differentiable  # a second derivative would lack what the reduction does
@@ -118,44 +112,31 @@ class _FlatInput(torch.autograd.Function):
         buffer: DBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params
         ctx.forward.end()
-        inputs = {p._vescale_binding.slot for p in params}
-        owed: set[int] = set()
-        if grad is not None and ctx.reduced:
-            owed = used_on_any_rank(buffer, set(ctx.used), compiled=ctx.forward.compiled)
-        elif grad is not None:
-            buffer.accumulate(grad, set(ctx.used), compiled=ctx.forward.compiled)
-            grad = None
-        if ctx.reduce_now and buffer.unreduced is not None:
-            late, accumulated_for = _reduce_accumulated(buffer)
-            if grad is not None:
-                if (arrival := arrival_of(grad)) is not None:
-                    arrival.wait()
-                buffer.add_reduced(late, accumulated_for, grad, owed)
-            grad = late
-            owed = owed | accumulated_for
-        if ctx.reduce_now and buffer.sync.peers.first_of(backward_id()):
+        if ctx.reduces and buffer.sync.peers.first_of(backward_id()):
             after_backward(functools.partial(_reduce_left, buffer.sync.peers.buffers()))
-        if grad is None:
-            return (None,) * (5 + len(params))
-        _give(buffer, grad, owed - inputs)
-        return None, None, None, None, None, *(_local_grad(p, grad, owed) for p in params)
+        if grad is not None and not ctx.reduces:
+            buffer.reductions.held(set(ctx.used), compiled=ctx.forward.compiled)
+        if grad is None or not ctx.reduces:
+            return (None,) * (4 + len(params))
+        owed = _owed(buffer, set(ctx.used), compiled=ctx.forward.compiled)
+        _give(buffer, grad, owed - {p._vescale_binding.slot for p in params})
+        return None, None, None, None, *(_local_grad(p, grad, owed) for p in params)
 
 
-def _reduce_accumulated(buffer: DBuffer) -> tuple[Tensor, set[int]]:
-    """Averages what has accumulated, [world_size * S], over the ranks: this rank's [S], in the shard's dtype, and the
-    parameters whose gradients are in it."""
-    compiled = buffer.unreduced_compiled
-    accumulated, used = buffer.take_unreduced()
-    used = used_on_any_rank(buffer, used, compiled=compiled)
-    return reduce_scatter(accumulated, buffer.rounding_handle, buffer.comm()).to(buffer.shard.dtype), used
+def _owed(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[int]:
+    """Indices of the parameters that a reduction has gradients of: those ``used`` here, or on another rank, or before,
+    where gradients accumulate."""
+    earlier, earlier_compiled = buffer.reductions.sent()
+    return used_on_any_rank(buffer, used | earlier, compiled=compiled and earlier_compiled)
 
 
 def _reduce_left(buffers: Sequence[DBuffer]) -> None:
     """Reduces what accumulated for units that the last micro-batch did not use, or after their own reductions, where
     one backward runs through forwards inside and outside ``no_sync``."""
     for buffer in buffers:
-        if buffer.unreduced is not None and buffer.sync.enabled:
-            _give(buffer, *_reduce_accumulated(buffer))
+        if buffer.sync.enabled and (total := buffer.reductions.take()) is not None:
+            reduced = reduce_scatter(total, buffer.reductions_handle, buffer.comm(buffer.number)).to(buffer.shard.dtype)
+            _give(buffer, reduced, _owed(buffer, set(), compiled=True))
 
 
 def _local_grad(param: ShardedParameter, flat_grad: Tensor, owed: set[int]) -> Tensor | None:

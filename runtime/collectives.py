@@ -15,9 +15,11 @@ from its shard, which is a copy that no collective is without. How all this is d
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,9 +34,14 @@ from ..torch_internals import (
 )
 
 _COALESCING = ("nccl", "gloo", "fake")  # backends
-# Tags of our messages. They must not meet others of the same process group, nor each other: ranks that came to
-# different collectives wait until the deadline, and don't take gradients for parameters.
-_GATHER, _REDUCTION, _EXCHANGE = 0x7663, 0x7664, 0x7665
+# Tags of our messages, each with a number that comes of all that this rank has exchanged before (see `tell_apart`).
+# They must not meet others of the same process group, nor each other: ranks that came to different collectives wait
+# until the process group's timeout, and don't take gradients for parameters, or one layer's for another's.
+_GATHER, _REDUCTION, _EXCHANGE = 0x63, 0x64, 0x65
+_NUMBERS = 1 << 24  # gloo's tags have 32 bits
+_FACTOR = 1_000_003
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
+_backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
 class Pending(Protocol):
@@ -44,11 +51,30 @@ class Pending(Protocol):
         """Returns when its result may be read and its input written; on a GPU, by the current stream."""
 
 
+class Nothing:
+    """No collective, where another time there is one."""
+
+    def wait(self) -> None:
+        pass
+
+
 class Message(NamedTuple):
     """What is sent to a rank, or where what it sends goes."""
 
     tensor: Tensor
     rank: int  # in the group
+
+
+def tell_apart(group: dist.ProcessGroup, number: int) -> None:
+    """Has ranks that are about to exchange messages of different buffers, or graphs, wait for each other in vain.
+
+    Args:
+        group: the ranks.
+        number: of the buffer or the graph, alike on all of them.
+    """
+    numbers = _numbers.setdefault(group, Counter())
+    for kind in (_GATHER, _REDUCTION, _EXCHANGE):
+        numbers[kind] = (numbers[kind] * _FACTOR + number) % _NUMBERS
 
 
 def start_all_gather(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -204,17 +230,16 @@ def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGro
     return shard_numel * (group.size() - 1) if exchanges_directly(device, group) else 0
 
 
-@functools.cache
 def exchanges_directly(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether ranks send each other their parts, instead of a collective of the backend."""
     return device.type == "cpu" and _backend(device, group) == "gloo"
 
 
-@functools.cache
 def _backend(device: torch.device, group: dist.ProcessGroup) -> str:
     """The name of what the group uses on a device; "" if that has none."""
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    return backends.get(device.type, "")
+    if group not in _backends:
+        _backends[group] = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    return _backends[group].get(device.type, "")
 
 
 def _reduce_by_exchange(
@@ -280,6 +305,9 @@ def _peers(group: dist.ProcessGroup) -> list[int]:
 
 
 def _exchange(sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Pending:
+    number = _numbers.setdefault(group, Counter())
+    number[tag] = (number[tag] + 1) % _NUMBERS
+    tag = tag * _NUMBERS + number[tag]
     works = [dist.irecv(tensor, group=group, group_src=rank, tag=tag) for tensor, rank in received]
     works += [dist.isend(tensor, group=group, group_dst=rank, tag=tag) for tensor, rank in sent]
     return _Deferred(lambda: [work.wait() for work in works if work is not None])

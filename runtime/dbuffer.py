@@ -33,6 +33,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +46,7 @@ from . import collectives
 from .groups import name_group
 from .model import Model
 from .packing import Packing, Quantizer, StochasticQuantizer, packing_for
+from .reductions import Reductions
 from .rounding import Rounding
 from .unshard import CommSpec, ParamView
 
@@ -108,31 +110,22 @@ class Peers:
 
 @dataclass(eq=False)
 class GradientSync:
-    """Whether a unit's next gradient is reduced inside the graph. Shared by the buffers of a unit.
+    """Whether a unit's next gradient is reduced. Shared by the buffers of a unit.
 
     Attributes:
         enabled: False inside ``no_sync``.
-        pending: buffers that hold gradients no collective has reduced yet.
+        accumulates: whether ``no_sync`` was ever entered. What a module reads, and Dynamo guards on: graphs have to
+            know where gradients accumulate.
         peers: the buffers that ``no_sync`` was ever entered for together with the unit's, and these.
-        in_graph: what a module reads, and Dynamo guards on: reduce in the backward itself. False while
-            gradients accumulate and in the micro-batch that ends it, whose sum is reduced afterwards, once.
     """
 
     enabled: bool = True
-    pending: int = 0
-    in_graph: bool = True
+    accumulates: bool = False
     peers: Peers = field(default_factory=Peers)
 
     def set_enabled(self, enabled: bool) -> None:
         self.enabled = enabled
-        self._update()
-
-    def add_pending(self, count: int) -> None:
-        self.pending += count
-        self._update()
-
-    def _update(self) -> None:
-        self.in_graph = self.enabled and self.pending == 0
+        self.accumulates = self.accumulates or not enabled
 
 
 @dataclass(eq=False)
@@ -148,15 +141,12 @@ class DBuffer:
         replicas: the ranks that hold the same shard, over which gradients are averaged too; derived, None without.
         layout, param_dtype, reduce_dtype: derived; plain attributes, because Dynamo guards on them.
         packing, gradient_packing: of quantized gathers and reductions; derived, None where nothing is quantized.
-        rounding: the stream that quantized gradients are rounded by.
+        reductions: the gradients that accumulate, and how those that are quantized are rounded.
         params: the sharded parameters themselves, one for each slot, once they exist.
         model: what it was sharded with.
         agreed: whether all ranks are known to have the same layout.
         deadline: seconds, of the last compiled graph that gathered it; None if there was none.
         left_compiled_code: whether all ranks are known to have gathered it without one after that.
-        unreduced: [world_size * S] in ``reduce_dtype``: gradients summed under ``no_sync``.
-        unreduced_slots: the parameters whose they are.
-        unreduced_compiled: whether graphs have computed all of them.
     """
 
     name: str
@@ -170,9 +160,6 @@ class DBuffer:
     agreed: bool = False
     deadline: float | None = None
     left_compiled_code: bool = False
-    unreduced: Tensor | None = None
-    unreduced_slots: set[int] = field(default_factory=set)
-    unreduced_compiled: bool = True
 
     def __post_init__(self) -> None:
         self.group = self.mesh.get_group(self.mesh.ndim - 1)
@@ -187,7 +174,7 @@ class DBuffer:
         self.group_name = name_group(self.mesh, self.mesh.ndim - 1)
         self.replicas_name = name_group(self.mesh, 0) if self.replicas is not None else ""
         text = repr((self.world_size, self.group_name, self.replicas_name, limit, places, self.policy))
-        self.rounding = Rounding(self.name)
+        self.reductions = Reductions(Rounding(self.name))
         # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal on all ranks, as names of
         # groups are.
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -197,20 +184,20 @@ class DBuffer:
         """A buffer of its own memory and parameters, on the same mesh."""
         copied = copy.copy(self)
         memo[id(self)] = copied  # before the parameters, which lead back here
-        copied.rounding = Rounding(self.rounding.unit, self.rounding.count)
-        for name in ("shard", "params", "model", "sync", "unreduced", "unreduced_slots"):
+        for name in ("shard", "params", "model", "sync", "reductions"):
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         copied.model.buffers.add(copied)
         return copied
 
     def rename(self, name: str, params: Sequence[str]) -> None:
         """Gives the unit and its parameters other names, for messages."""
-        self.name = self.rounding.unit = name
+        self.name = self.reductions.rounding.unit = name
         self.slots = tuple(replace(slot, name=new) for slot, new in zip(self.slots, params, strict=True))
 
     def set_shard(self, shard: Tensor) -> None:
         """Takes another tensor of as many elements as the shard: another device or dtype, or new memory. Its padding
         becomes zeros: it is sent too, and replicas must be equal."""
+        self.agreed = self.agreed and (shard.dtype, shard.device) == (self.shard.dtype, self.shard.device)
         self.shard = shard
         end = 0
         for slot in sorted(self.slots, key=lambda slot: slot.local_start):
@@ -231,9 +218,11 @@ class DBuffer:
         return packing_for(key, quantizer, self.world_size, self.shard.numel(), params, dtype)
 
     @property
-    def rounding_handle(self) -> Tensor | None:
-        """Names the stream that gradients are rounded by; None if they are not quantized."""
-        return self.rounding.handle if self.gradient_packing else None
+    def reductions_handle(self) -> Tensor | None:
+        """Names the unit's reductions in graphs; None if no more is to be known of them."""
+        if self.sync.accumulates or self.gradient_packing:
+            return self.reductions.handle(accumulates=self.sync.accumulates)
+        return None
 
     @property
     def numel(self) -> int:
@@ -265,7 +254,12 @@ class DBuffer:
         slot = self.slots[index]
         return ParamView(slot.offset, slot.shape, trainable)
 
-    def comm(self, unit: int = 0) -> CommSpec:
+    @property
+    def number(self) -> int:
+        """Tells it from the model's other buffers, alike on all ranks."""
+        return zlib.crc32(self.name.encode())
+
+    def comm(self, unit: int) -> CommSpec:
         return CommSpec(
             unit=unit,
             world_size=self.world_size,
@@ -288,53 +282,8 @@ class DBuffer:
         slot = self.slots[index]
         return flat.narrow(0, slot.local_start, slot.local_numel)
 
-    def port(self, like: Tensor) -> Tensor:
-        """A tensor of the gathered buffer's size and no memory, for the unreduced gradient to arrive at."""
-        return like.new_zeros(1, dtype=self.reduce_dtype).expand(self.numel)
-
-    def accumulate(self, grad: Tensor, indices: set[int], *, compiled: bool) -> None:
-        """Adds an unreduced gradient [world_size * S], of the parameters ``indices`` and zero where others lie."""
-        if self.unreduced is None:
-            self.unreduced = grad
-            self.sync.add_pending(1)
-        else:
-            places = [(slot.offset, torch.Size(slot.shape).numel()) for slot in self.slots]
-            _add(self.unreduced, self.unreduced_slots, grad, indices, places)
-        self.unreduced_slots = self.unreduced_slots | indices
-        self.unreduced_compiled = self.unreduced_compiled and compiled
-
-    def add_reduced(self, total: Tensor, of_total: set[int], grad: Tensor, indices: set[int]) -> None:
-        """Adds a reduced gradient [S] of the parameters ``indices`` to another, of the parameters ``of_total``."""
-        _add(total, of_total, grad, indices, [(slot.local_start, slot.local_numel) for slot in self.slots])
-
-    def take_unreduced(self) -> tuple[Tensor, set[int]]:
-        """Returns the accumulated gradient and its parameters, and forgets both."""
-        if self.unreduced is None:
-            raise AssertionError(f"{self.name}: no accumulated gradient")
-        taken = self.unreduced, self.unreduced_slots
-        self.unreduced, self.unreduced_slots, self.unreduced_compiled = None, set(), True
-        self.sync.add_pending(-1)
-        return taken
-
 
 @torch.no_grad()
 def _zero(flat: Tensor, start: int, stop: int) -> None:
     if start < stop:
         flat[start:stop].zero_()
-
-
-def _add(total: Tensor, of_total: set[int], grad: Tensor, indices: set[int], places: Sequence[tuple[int, int]]) -> None:
-    """Adds flat gradients in place, in one kernel, or one for what both have and one for what is new. What lies outside
-    the places of their parameters is undefined, in both."""
-    if indices == of_total:
-        total.add_(grad)
-        return
-
-    def parts(flat: Tensor, which: set[int]) -> list[Tensor]:
-        return [flat.narrow(0, *places[index]) for index in sorted(which)]
-
-    both, new = indices & of_total, indices - of_total
-    if both:
-        torch._foreach_add_(parts(total, both), parts(grad, both))
-    if new:
-        torch._foreach_copy_(parts(total, new), parts(grad, new))

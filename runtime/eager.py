@@ -89,14 +89,13 @@ def _key(buffer: DBuffer) -> tuple[bool, bool, int]:
 def _gather(buffer: DBuffer) -> _Gathered:
     agree_on_leaving_compiled_code(buffer)
     found: list[int] = []  # in the backward that ran last; there may be several
-    reduced, grads = buffer.sync.in_graph, torch.is_grad_enabled()
+    grads = torch.is_grad_enabled()
     forward = Forward(buffer.numel * buffer.param_dtype.itemsize, [buffer], compiled=False)
-    flat = flat_input(buffer, buffer.params, reduced=reduced, used=found, forward=forward)
+    flat = flat_input(buffer, buffer.params, used=found, forward=forward)
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
-    shard, port = (flat, None) if reduced else (buffer.shard, flat)
     # What is made in inference mode counts no writes.
     with torch.inference_mode(False), torch.set_grad_enabled(grads):
-        params = unshard(shard, port, buffer.rounding_handle, views, buffer.comm(), found=found)
+        params = unshard(flat, buffer.reductions_handle, views, buffer.comm(buffer.number), found=found)
     return _Gathered(_key(buffer), params, _version(params[0]))
 
 

@@ -14,11 +14,13 @@ from .ops import define, in_flight_on
 
 
 def _leave(full: Tensor, shard: Tensor, scratch: Tensor, unit: int) -> None:
-    leave(shard, (full, scratch), in_flight_on(full).wait)
+    pending = in_flight_on(full)
+    leave(shard, (full, scratch), lambda: pending.wait())
 
 
 def _leave_quantized(shard: Tensor, sent: Tensor, received: Tensor, unit: int) -> None:
-    leave(shard, (sent, received), in_flight_on(received).wait)
+    pending = in_flight_on(received)
+    leave(shard, (sent, received), lambda: pending.wait())
 
 
 def _cast_when_read(shard: Tensor, result: Tensor, unit: int) -> None:

@@ -6,21 +6,36 @@ is compiled it gathers.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import cast
 
-from ..torch_internals import is_fake
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..torch_internals import is_fake, is_traced_to_operators
 from . import eager
 from .boundary import bound
 
 
 @torch.compiler.allow_in_graph
-def unshard_param(param: Tensor, layout: str, reduce_in_graph: bool, dtype: torch.dtype) -> Tensor:
+def unshard_param(param: Tensor, place: str, accumulates: bool, dtype: torch.dtype) -> Tensor:
     """Returns the full parameter, of its global shape, in ``dtype``.
 
-    ``layout`` and ``reduce_in_graph`` are read by the compiler only: they are here so that Dynamo guards on
+    ``place`` and ``accumulates`` are read by the compiler only: they are here so that Dynamo guards on
     them. A graph is reused for another parameter only where its unit is laid out alike.
     """
     if is_fake(param):  # Dynamo asks for shape and dtype
+        _check_compiled_by_us(param)
         return torch.empty(param.shape, dtype=dtype, device=param.device, requires_grad=param.requires_grad)
     return eager.unsharded(bound(param))
+
+
+def _check_compiled_by_us(param: Tensor) -> None:
+    """Another backend keeps the call in its graph, and would compute with a parameter that nobody gathered."""
+    if is_traced_to_operators(cast(DTensor, param)):
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] a model with sharded parameters (one of them has shape {tuple(param.shape)}) is "
+            "compiled by a backend that does not gather them. Compile it with torch.compile(model, backend='vescale'); "
+            "torch.export takes a model as it is before fully_shard"
+        )

@@ -9,11 +9,14 @@ takes without need, and nothing is refused for it.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
+
+from torch import nn
 
 from ..torch_internals import in_backward
 
@@ -24,9 +27,15 @@ if TYPE_CHECKING:
 class Model:
     """Buffers that were sharded as one model, and the forwards that have read them and wait for their backwards."""
 
-    def __init__(self, buffers: Iterable[DBuffer] = ()) -> None:
+    def __init__(self, buffers: Iterable[DBuffer] = (), root: nn.Module | None = None) -> None:
         self.buffers = WeakSet(buffers)
+        self._root = weakref.ref(root) if root is not None else None
         self.forwards: WeakSet[Forward] = WeakSet()
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The module that was sharded; None of a copy, and when it is gone."""
+        return self._root() if self._root is not None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
         """One of no buffers: their copies are added as they are made."""
@@ -62,8 +71,7 @@ class Beside:
 
     Attributes:
         shards: of units that the graph does not read.
-        accumulated: gradients that ``no_sync`` accumulates, unsharded, and the largest scratch of the reductions that
-            end it.
+        accumulated: gradients that ``no_sync`` accumulates, unsharded.
         kept: results of the forwards before it, and what these keep for their backwards.
         last: whether no graph of the step is known to come after it.
     """
@@ -97,7 +105,11 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
     one_of_many = in_backward() or all(buffer.layout in layouts for buffer in read)
     return Beside(
         shards=sum(buffer.shard.nbytes for buffer in others),
-        accumulated=_accumulated_bytes([each for each in (*read, *others) if each.trains and not each.sync.in_graph]),
+        accumulated=sum(
+            buffer.numel * buffer.reduce_dtype.itemsize
+            for buffer in (*read, *others)
+            if buffer.trains and buffer.sync.accumulates
+        ),
         kept=max(sum(forward.left for forward in forwards) - given, 0),
         last=not breaks and not one_of_many,
     )
@@ -114,10 +126,3 @@ def _models_of(buffers: Iterable[DBuffer]) -> list[Model]:
 
 def _forwards_of(models: Iterable[Model]) -> set[Forward]:
     return {forward for model in models for forward in model.forwards}
-
-
-def _accumulated_bytes(buffers: Iterable[DBuffer]) -> int:
-    sizes = [(buffer.numel, buffer.comm().reduce_scratch, buffer.reduce_dtype.itemsize) for buffer in buffers]
-    return sum(numel * size for numel, _, size in sizes) + max(
-        (scratch * size for _, scratch, size in sizes), default=0
-    )

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Pending, scratch_numel, start_all_gathers, start_reduce_scatters
+from .collectives import Nothing, Pending, scratch_numel, start_all_gathers, start_reduce_scatters, tell_apart
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
 from .groups import group_named
+from .reductions import add_held, held_back, with_held
 
 _LIBRARY = torch.library.Library("vescale", "DEF")
 
@@ -35,9 +36,12 @@ _reductions: list[tuple[Tensor, Tensor]] = []
 
 @torch.no_grad()
 def _all_gather(shard: Tensor, unit: int, world_size: int, group: str) -> Tensor:
-    """Gathers ``shard`` [S] of every rank into [world_size * S]. ``unit`` only names the graph input."""
+    """Gathers ``shard`` [S] of every rank into [world_size * S]. ``unit`` is that of the graph's inputs, or, outside
+    graphs, the buffer's number."""
+    ranks = group_named(group)
+    tell_apart(ranks, unit)
     full = shard.new_empty(shard.numel() * world_size)
-    _start_all_gather(shard, full, group_named(group)).wait()
+    _start_all_gather(shard, full, ranks).wait()
     return full
 
 
@@ -64,6 +68,8 @@ def _pack(
         unit: ordinal of the unit among the graph's inputs. Only for passes.
     """
     packed = grads[0].new_empty(numel, dtype=dtype)
+    if torch.is_anomaly_enabled():  # autograd looks for NaNs between the places too
+        packed.zero_()
     for grad, offset in zip(grads, offsets, strict=True):
         packed.narrow(0, offset, grad.numel()).view(grad.shape).copy_(grad)
     for offset, length in zip(unused[::2], unused[1::2], strict=True):
@@ -72,12 +78,15 @@ def _pack(
 
 
 @torch.no_grad()
-def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str) -> Tensor:
+def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, reductions: Tensor | None) -> Tensor:
     """Averages ``full`` [world_size * S] over the ranks, and over replicas, and returns this rank's [S]."""
     ranks = group_named(group)
+    tell_apart(ranks, unit)
     shard = full.new_empty(full.numel() // ranks.size())
+    if held_back(full, shard, reductions):
+        return shard
     scratch = full.new_empty(scratch_numel(shard.numel(), full.device, ranks))
-    _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)).wait()
+    _start_reduce_scatter(with_held(full, reductions), shard, scratch, ranks, replicas_of(replicas)).wait()
     return shard
 
 
@@ -85,19 +94,31 @@ def _start_gather(shard: Tensor, full: Tensor, unit: int, group: str, with_next:
     ranks = group_named(group)
     if not (with_next or _gathers):
         launched(full, _start_all_gather(shard, full, ranks))
-    elif (together := _all_of(_gathers, shard, full, with_next)) is not None:
+    elif together := _all_of(_gathers, [(shard, full)], with_next):
         pending = start_all_gathers(together, ranks)
         for _, each in together:
             launched(each, pending)
 
 
 def _start_reduce(
-    full: Tensor, shard: Tensor, scratch: Tensor, unit: int, group: str, replicas: str, with_next: bool = False
+    full: Tensor,
+    shard: Tensor,
+    scratch: Tensor,
+    unit: int,
+    group: str,
+    replicas: str,
+    reductions: Tensor | None = None,
+    with_next: bool = False,
 ) -> None:
     ranks = group_named(group)
-    if not (with_next or _reductions):
+    held = held_back(full, shard, reductions)
+    if held:
+        launched(full, Nothing())
+    else:
+        add_held(full, reductions)
+    if not (held or with_next or _reductions):
         launched(full, _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)))
-    elif (together := _all_of(_reductions, full, shard, with_next)) is not None:
+    elif together := _all_of(_reductions, [] if held else [(full, shard)], with_next):
         for (each, _), pending in zip(together, start_reduce_scatters(together, ranks), strict=True):
             launched(each, pending)
 
@@ -112,12 +133,12 @@ def end_failed_graph() -> None:
 
 
 def _all_of(
-    waiting: list[tuple[Tensor, Tensor]], source: Tensor, target: Tensor, with_next: bool
-) -> list[tuple[Tensor, Tensor]] | None:
-    """Those that are one collective, with this one its last; None if more are to come."""
-    waiting.append((source, target))
+    waiting: list[tuple[Tensor, Tensor]], more: Sequence[tuple[Tensor, Tensor]], with_next: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Those that are one collective, of which ``more`` are the last; none if others are to come."""
+    waiting.extend(more)
     if with_next:
-        return None
+        return []
     together = list(waiting)
     waiting.clear()
     return together
@@ -197,7 +218,7 @@ def _pack_fake(
     return grads[0].new_empty(numel, dtype=dtype)
 
 
-def _reduce_scatter_fake(full: Tensor, unit: int, group: str, replicas: str) -> Tensor:
+def _reduce_scatter_fake(full: Tensor, unit: int, group: str, replicas: str, reductions: Tensor | None) -> Tensor:
     return full.new_empty(full.numel() // group_named(group).size())
 
 
@@ -208,7 +229,9 @@ define(
     _pack_fake,
 )
 define(
-    "reduce_scatter(Tensor full, int unit, str group, str replicas) -> Tensor", _reduce_scatter, _reduce_scatter_fake
+    "reduce_scatter(Tensor full, int unit, str group, str replicas, Tensor? reductions) -> Tensor",
+    _reduce_scatter,
+    _reduce_scatter_fake,
 )
 define(
     "start_all_gather(Tensor shard, Tensor(a!) full, int unit, str group, bool with_next=False) -> ()", _start_gather
@@ -216,7 +239,7 @@ define(
 define("wait_all_gather(Tensor(a!) full, int unit) -> ()", _wait_gather)
 define(
     "start_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit, str group, str replicas, "
-    "bool with_next=False) -> ()",
+    "Tensor? reductions=None, bool with_next=False) -> ()",
     _start_reduce,
 )
 define("wait_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit) -> ()", _wait_reduce)

@@ -3,10 +3,10 @@
 Graphs run one after another, and what a slot holds seldom outlives the graph that filled it. So a graph's largest slot
 is every graph's largest, and so on down, whatever their dtypes: gathered parameters in bfloat16 lie where the backward
 has gradients in float32. Each is as large as the largest that a living graph asked for. What a forward leaves for a
-backward lies in slots set apart for that, and for its process group: where groups overlap, a rank may run a graph of
-another in between. Slots are allocated when a graph is first called, all that it and its backward use together, and
-freed with the last graph that uses them. They come from PyTorch's allocator, or, where it was asked for, from the
-registered memory of a process group.
+backward lies in slots set apart for that, for its process group and its dtype: a graph of another group, where groups
+overlap, or of a model of another dtype may run in between. Slots are allocated when a graph is first called, all that
+it and its backward use together, and freed with the last graph that uses them. They come from PyTorch's allocator, or,
+where it was asked for, from the registered memory of a process group.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _places(specs: Sequence[SlotSpec]) -> list[tuple[Any, ...]]:
     places: dict[int, tuple[Any, ...]] = {}
     for index in sorted(range(len(specs)), key=lambda index: -specs[index].nbytes):
         spec = specs[index]
-        kind = (spec.dtype.is_floating_point, spec.device, spec.carried)
+        kind = (spec.dtype if spec.carried else spec.dtype.is_floating_point, spec.device, spec.carried)
         places[index] = (*kind, taken[kind])
         taken[kind] += 1
     return [places[index] for index in range(len(specs))]

@@ -21,20 +21,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Pending, average_replicas, start_all_to_all, start_gather_in_place
+from .collectives import Nothing, Pending, average_replicas, start_all_to_all, start_gather_in_place, tell_apart
 from .groups import group_named
 from .ops import define, in_flight_on, launched, replicas_of
 from .packing import StochasticQuantizer, packing_named
 from .quantizing import Kernels, average_into, dequantize_into, quantize_into
-from .rounding import rounding_of
+from .reductions import add_held, held_back, reductions_of, with_held
 
 
 @torch.no_grad()
 def _all_gather(shard: Tensor, unit: int, world_size: int, group: str, dtype: torch.dtype, packing: str) -> Tensor:
     """Gathers ``shard`` [S] of every rank, quantized, into [world_size * S] of ``dtype``."""
+    ranks = group_named(group)
+    tell_apart(ranks, unit)
     packed = shard.new_empty(packing_named(packing).nbytes, dtype=torch.uint8)
     full = shard.new_empty(shard.numel() * world_size, dtype=dtype)
-    start_quantized_gather(shard, packed, group_named(group), packing, False).wait()
+    start_quantized_gather(shard, packed, ranks, packing, False).wait()
     _dequantize(packed, full, unit, packing, False)
     return full
 
@@ -60,11 +62,16 @@ def _dequantize(packed: Tensor, full: Tensor, unit: int, packing: str, compiled:
 
 
 @torch.no_grad()
-def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, packing: str, rounding: Tensor) -> Tensor:
+def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, packing: str, reductions: Tensor) -> Tensor:
     """Averages ``full`` [world_size * S], quantized by each rank, and returns this rank's [S]."""
-    shard = full.new_empty(full.numel() // group_named(group).size())
+    ranks = group_named(group)
+    tell_apart(ranks, unit)
+    shard = full.new_empty(full.numel() // ranks.size())
+    if held_back(full, shard, reductions):
+        return shard
     sent, received = (full.new_empty(packing_named(packing).nbytes, dtype=torch.uint8) for _ in range(2))
-    _start_quantized_reduction(full, shard, sent, received, group, replicas, packing, rounding, False).wait()
+    total = with_held(full, reductions)
+    _start_quantized_reduction(total, shard, sent, received, group, replicas, packing, reductions, False).wait()
     return shard
 
 
@@ -77,12 +84,16 @@ def _start_reduce(
     group: str,
     replicas: str,
     packing: str,
-    rounding: Tensor,
+    reductions: Tensor,
     compiled: bool,
 ) -> None:
+    if held_back(full, shard, reductions):
+        launched(received, Nothing())
+        return
+    add_held(full, reductions)
     launched(
         received,
-        _start_quantized_reduction(full, shard, sent, received, group, replicas, packing, rounding, compiled),
+        _start_quantized_reduction(full, shard, sent, received, group, replicas, packing, reductions, compiled),
     )
 
 
@@ -99,12 +110,12 @@ def _start_quantized_reduction(
     group: str,
     replicas: str,
     packing: str,
-    rounding: Tensor,
+    reductions: Tensor,
     compiled: bool,
 ) -> Pending:
     """Holds all that is needed to the end, whatever becomes of the unit meanwhile."""
     ranks, known, kernels = group_named(group), packing_named(packing), Kernels.on(full.device, compiled)
-    key = rounding_of(rounding).next_key(cast(StochasticQuantizer, known.quantizer).seed or 0)
+    key = reductions_of(reductions).rounding.next_key(cast(StochasticQuantizer, known.quantizer).seed or 0)
     quantize_into(known, None, full, sent, kernels, key)
 
     @torch.no_grad()
@@ -120,7 +131,9 @@ def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str, dtyp
     return shard.new_empty(shard.numel() * world_size, dtype=dtype)
 
 
-def _reduce_scatter_fake(full: Tensor, unit: int, group: str, replicas: str, packing: str, rounding: Tensor) -> Tensor:
+def _reduce_scatter_fake(
+    full: Tensor, unit: int, group: str, replicas: str, packing: str, reductions: Tensor
+) -> Tensor:
     return full.new_empty(full.numel() // group_named(group).size())
 
 
@@ -130,7 +143,8 @@ define(
     _all_gather_fake,
 )
 define(
-    "reduce_scatter_quantized(Tensor full, int unit, str group, str replicas, str packing, Tensor rounding) -> Tensor",
+    "reduce_scatter_quantized(Tensor full, int unit, str group, str replicas, str packing, Tensor reductions) "
+    "-> Tensor",
     _reduce_scatter,
     _reduce_scatter_fake,
 )
@@ -141,8 +155,8 @@ define(
 )
 define("dequantize(Tensor packed, Tensor(a!) full, int unit, str packing, bool compiled) -> ()", _dequantize)
 define(
-    "start_reduce_scatter_quantized(Tensor full, Tensor(a!) shard, Tensor(b!) sent, Tensor(c!) received, int unit, "
-    "str group, str replicas, str packing, Tensor rounding, bool compiled) -> ()",
+    "start_reduce_scatter_quantized(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) sent, Tensor(d!) received, int unit, "
+    "str group, str replicas, str packing, Tensor reductions, bool compiled) -> ()",
     _start_reduce,
 )
 define(

@@ -6,8 +6,8 @@ NCCL's process group has a pool of such memory (``ncclMemAlloc``, and ``ncclComm
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..torch_internals import backend_of
 from .dbuffer import DBuffer
+
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def registering_group(buffers: Sequence[DBuffer]) -> dist.ProcessGroup:
@@ -45,11 +47,8 @@ def allocate_registered(numel: int, dtype: torch.dtype, device: torch.device, gr
 
     A collective, the first time for each group.
     """
-    _connect(group, device)
+    if group not in _connected:
+        # NCCL registers memory with a communicator, which the first collective of a process group makes.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
     return backend_of(group, device).allocate_tensor(numel, dtype=dtype, device=device)
-
-
-@functools.cache
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """NCCL registers memory with a communicator, which the first collective of a process group makes."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)

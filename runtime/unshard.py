@@ -33,7 +33,7 @@ class ParamView(NamedTuple):
 class CommSpec(NamedTuple):
     """How a unit communicates: everything about its collectives that is not a tensor."""
 
-    unit: int  # ordinal of the unit's buffer among the inputs of one graph; 0 outside graphs
+    unit: int  # ordinal of the unit's buffer among the inputs of one graph; outside graphs, the buffer's number
     world_size: int
     group: str
     replicas: str  # the group that the reduced gradient is averaged over besides, "" for none
@@ -51,8 +51,7 @@ class CommSpec(NamedTuple):
 
 def unshard(
     shard: Tensor,
-    port: Tensor | None,
-    rounding: Tensor | None,
+    reductions: Tensor | None,
     views: Sequence[ParamView],
     comm: CommSpec,
     others: Sequence[ParamView] = (),
@@ -62,10 +61,8 @@ def unshard(
 
     Args:
         shard: this rank's flat shard, [S], in the parameters' own dtype. Cast, or quantized, once, before the gather.
-        port: None, and the backward reduce-scatters the gradient (averaged over the ranks) into one of
-            ``shard``, [S]. Or a tensor of [world_size * S] in ``reduce_dtype`` whose values are never read,
-            and the backward hands the packed gradient, not reduced, to it.
-        rounding: handle of the stream that gradients are rounded by where reductions are quantized, else None.
+            The backward reduce-scatters the gradient (averaged over the ranks) into one of it, [S].
+        reductions: handle of the unit's ``Reductions``, where gradients may accumulate, or are quantized; else None.
         views: the parameters wanted.
         comm: sizes, dtypes and process group.
         others: the unit's other parameters, which are not wanted here, and may be on another rank.
@@ -74,7 +71,7 @@ def unshard(
     Returns:
         One tensor of ``param_dtype`` for each of ``views``.
     """
-    return _Unshard.apply(shard, port, rounding, tuple(views), comm, tuple(others), found)
+    return _Unshard.apply(shard, reductions, tuple(views), comm, tuple(others), found)
 
 
 class _Unshard(torch.autograd.Function):
@@ -82,8 +79,7 @@ class _Unshard(torch.autograd.Function):
     def forward(
         ctx: Any,
         shard: Tensor,
-        port: Tensor | None,
-        rounding: Tensor | None,
+        reductions: Tensor | None,
         views: tuple[ParamView, ...],
         comm: CommSpec,
         others: tuple[ParamView, ...],
@@ -93,9 +89,8 @@ class _Unshard(torch.autograd.Function):
         params = tuple(gathered.narrow(0, view.offset, view.numel).view(view.shape) for view in views)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(param for param, view in zip(params, views, strict=True) if not view.trainable))
-        ctx.views, ctx.comm, ctx.rounding, ctx.others, ctx.found = views, comm, rounding, others, found
+        ctx.views, ctx.comm, ctx.reductions, ctx.others, ctx.found = views, comm, reductions, others, found
         ctx.shard_numel, ctx.shard_dtype = shard.numel(), shard.dtype
-        ctx.reduces = port is None
         return params
 
     @staticmethod
@@ -107,7 +102,7 @@ class _Unshard(torch.autograd.Function):
             if grad is not None
         )
         if not found:
-            return (None,) * 7
+            return (None,) * 6
         offsets, indices, present = (list(column) for column in zip(*found, strict=True))
         if ctx.found is not None:
             ctx.found[:] = indices
@@ -115,9 +110,7 @@ class _Unshard(torch.autograd.Function):
         absent = [view for index, view in enumerate(ctx.views) if index not in indices]
         unused = _unused(offsets, [*absent, *ctx.others])
         packed = ops.pack(present, offsets, indices, unused, numel, comm.reduce_dtype, comm.unit)
-        if not ctx.reduces:
-            return None, packed, None, None, None, None, None
-        return reduce_scatter(packed, ctx.rounding, comm).to(ctx.shard_dtype), None, None, None, None, None, None
+        return reduce_scatter(packed, ctx.reductions, comm).to(ctx.shard_dtype), None, None, None, None, None
 
 
 def _unused(used: Sequence[int], absent: Sequence[ParamView]) -> list[int]:
@@ -146,9 +139,9 @@ def _all_gather(shard: Tensor, comm: CommSpec) -> Tensor:
     return ops.all_gather(shard.to(comm.param_dtype), comm.unit, comm.world_size, comm.group)
 
 
-def reduce_scatter(packed: Tensor, rounding: Tensor | None, comm: CommSpec) -> Tensor:
+def reduce_scatter(packed: Tensor, reductions: Tensor | None, comm: CommSpec) -> Tensor:
     """Averages a unit's gradient [world_size * S] over the ranks; returns this rank's [S], in ``reduce_dtype``."""
-    if rounding is not None:
-        where = (comm.unit, comm.group, comm.replicas)
-        return quantized_ops.reduce_scatter_quantized(packed, *where, comm.gradient_packing, rounding)
-    return ops.reduce_scatter(packed, comm.unit, comm.group, comm.replicas)
+    where = (comm.unit, comm.group, comm.replicas)
+    if comm.gradient_packing:
+        return quantized_ops.reduce_scatter_quantized(packed, *where, comm.gradient_packing, reductions)
+    return ops.reduce_scatter(packed, *where, reductions)

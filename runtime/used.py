@@ -22,8 +22,9 @@ def add_graph(layout: str, used: set[int]) -> None:
 def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[int]:
     """Indices of the parameters that have a gradient on any rank, where those ``used`` have one on this rank.
 
-    A small collective, whose result is read at once. None for a unit's only parameter, which has a gradient wherever
-    the unit has one; and none where all graphs for units laid out like this one compute the same gradients.
+    A small collective, whose result a rank reads at once that lacks a gradient. None for a unit's only parameter, which
+    has a gradient wherever the unit has one; and none where all graphs for units laid out like this one compute the
+    same gradients.
 
     Args:
         buffer: the unit's.
@@ -32,9 +33,11 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[
     """
     if len(buffer.params) == 1 or (compiled and len(life().gradients.get(buffer.layout, ())) <= 1):
         return used
-    mask = torch.zeros(len(buffer.params), dtype=torch.uint8, device=buffer.shard.device)
-    mask[sorted(used)] = 1
-    comm = buffer.comm()
+    everything = set(range(len(buffer.params)))
+    mask = torch.tensor([index in used for index in everything], dtype=torch.uint8).to(buffer.shard.device)
+    comm = buffer.comm(buffer.number)
     for group in filter(None, (comm.group, comm.replicas)):
         dist.all_reduce(mask, dist.ReduceOp.MAX, group_named(group))
+    if used == everything:  # who needs no answer does not wait for it
+        return used
     return {index for index, anywhere in enumerate(mask.tolist()) if anywhere}

@@ -5,8 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 import ranks
+from hypothesis import settings
 
 from vescale_compile.frames import roomy
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -141,7 +141,10 @@ def run_forked(
         process.join(deadline_s)
         if process.exitcode is None:
             assert process.pid is not None
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # a benchmark ends its ranks then, which are in no group of its own
+            process.join(2 * GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(arguments, deadline_s, output.read_text(), errors.read_text())
         return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text(), errors.read_text())
 
@@ -155,7 +158,9 @@ def _command(arguments: tuple[str, ...]) -> int:
 def _run_main(
     main: Callable[[tuple[str, ...]], object], arguments: tuple[str, ...], output: Path, errors: Path
 ) -> None:
-    os.setsid()  # the ranks that it starts are in its group
+    os.setsid()  # the ranks that a command forks are in its group
+    # A benchmark's are forked from the same server. It has inherited the address, and would start another all the same.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     for path, stream in ((output, sys.stdout), (errors, sys.stderr)):
         with open(path, "w") as file:
             os.dup2(file.fileno(), stream.fileno())

@@ -1,12 +1,16 @@
 """`python bench/loss_curves.py`: which runs it compares, what it draws, and a small run."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from scripts import BENCH, run_script
+from ranks import run_command
+from scripts import BENCH
 
 sys.path.append(str(BENCH))
 
@@ -64,12 +68,20 @@ def test_options_that_make_no_sense_are_refused(
     assert message in capsys.readouterr().err
 
 
+def run_where_pytorch_is_imported(command: list[str], *, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
+    """In place of ``subprocess.run``."""
+    assert command[:3] == [sys.executable, "-m", "vescale_compile"]
+    return run_command(*command[3:], deadline_s=timeout)
+
+
 @pytest.mark.slow
-def test_both_runs_are_of_the_example_and_learn_alike(tmp_path: Path) -> None:
+def test_both_runs_are_of_the_example_and_learn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = tmp_path / "curves.json"
     tiny = ("--model", "tiny", "--batch", "2", "--seq", "32", "--steps", "4", "--log-every", "1")
-    done = run_script(BENCH / "loss_curves.py", "--optimizers", "adamw", *tiny, "--json", str(written), deadline_s=600)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["loss_curves.py", "--optimizers", "adamw", *tiny, "--json", str(written)])
+    forking = SimpleNamespace(**vars(subprocess) | {"run": run_where_pytorch_is_imported})
+    monkeypatch.setattr(loss_curves, "subprocess", forking)
+    assert loss_curves.main() == 0
     sharded, alone = json.loads(written.read_text())["curves"]
     assert (sharded["ranks"], alone["ranks"]) == (2, 1)
     assert [step for step, _ in sharded["points"]] == [1, 2, 3, 4]

@@ -97,9 +97,12 @@ def python(environment: dict[str, str], script: Path, *arguments: str) -> subpro
     return done
 
 
-def trained(environment: dict[str, str], folder: Path, *, quantized: bool = False, **options: object) -> Trained:
+def trained(
+    environment: dict[str, str], folder: Path, *, quantized: bool = False, micro_batches: int = 1, **options: object
+) -> Trained:
     """Rank 0 of some that train for three steps."""
-    said = python(environment, TRAIN, str(RANKS), str(folder), json.dumps([quantized, options])).stdout.splitlines()[-1]
+    how = json.dumps([quantized, micro_batches, options])
+    said = python(environment, TRAIN, str(RANKS), str(folder), how).stdout.splitlines()[-1]
     return Trained(**json.loads(said), log=[line.split() for line in (folder / "rank0.log").open()])
 
 
@@ -113,7 +116,12 @@ def quantized_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFac
     return trained(null_gpu, tmp_path_factory.mktemp("quantized"), quantized=True)
 
 
-@pytest.fixture(params=["run", "quantized_run"])
+@pytest.fixture(scope="module")
+def accumulating_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained(null_gpu, tmp_path_factory.mktemp("accumulating"), micro_batches=2)
+
+
+@pytest.fixture(params=["run", "quantized_run", "accumulating_run"])
 def each_run(request: pytest.FixtureRequest) -> Trained:
     return request.getfixturevalue(request.param)
 
@@ -121,6 +129,17 @@ def each_run(request: pytest.FixtureRequest) -> Trained:
 def test_a_step_gathers_each_unit_twice_and_reduces_it_once(run: Trained) -> None:
     found = Counter(line[0] for line in run.of("all_gather", "reduce_scatter", "all_reduce"))
     assert found == {"all_gather": 2 * run.units, "reduce_scatter": run.units}
+
+
+def test_the_last_micro_batch_reduces_each_unit_while_it_computes(accumulating_run: Trained) -> None:
+    kinds = [line[0] for line in accumulating_run.of("micro_batch", "reduce_scatter", "product")]
+    assert kinds.count("reduce_scatter") == accumulating_run.units
+    first = kinds.index("reduce_scatter")
+    assert kinds.index("micro_batch") < first and "product" in kinds[first:]
+
+
+def test_of_gradients_that_accumulate_the_first_are_copied_once_a_unit(accumulating_run: Trained) -> None:
+    assert len(accumulating_run.of("copy")) == accumulating_run.units
 
 
 def test_a_quantized_step_takes_a_kernel_for_each_conversion_of_a_unit(quantized_run: Trained) -> None:
@@ -142,7 +161,9 @@ def test_a_quantized_step_sends_codes(run: Trained, quantized_run: Trained) -> N
     assert received(quantized_run, "all_to_all") < 0.3 * reduced
 
 
-def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(each_run: Trained) -> None:
+@pytest.mark.parametrize("name", ["run", "quantized_run"])
+def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(name: str, request: pytest.FixtureRequest) -> None:
+    each_run = request.getfixturevalue(name)
     assert each_run.of("product") and not each_run.of("copy")
 
 

@@ -92,7 +92,7 @@ def test_one_rank_learns_what_two_ranks_learn(
     assert losses(report) == pytest.approx(losses(two_ranks), rel=1e-4)
 
 
-SHORT = ("--batch", "2", "--steps", "12", "--log-every", "3")
+SHORT = ("--layers", "1", "--batch", "2", "--steps", "12", "--log-every", "3")
 SHARDED_AND_REPLICATED = ("--ranks", "2", *SHORT)
 
 
@@ -165,8 +165,7 @@ def test_time_ends_a_run(text: Path, tmp_path: Path) -> None:
 
 def test_a_text_too_short_ends_every_rank_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short for a batch")
-    command = [sys.executable, "-m", "vescale_compile", "train", "--text", str(tmp_path), *TINY, *DDP, "--ranks", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = run_command("train", "--text", str(tmp_path), *TINY, *DDP, "--ranks", "2", deadline_s=DEADLINE_S)
     assert done.returncode == 1
     assert re.search(r"train: rank [01]: ValueError: rank [01]: the text has \d+ bytes", done.stderr)
 

@@ -146,14 +146,14 @@ def _names(buffers: Iterable[DBuffer]) -> list[str]:
 def _graph_unit(ordinal: int, name: str, buffer: DBuffer, params: Sequence[Tensor]) -> GraphUnit:
     views = tuple(buffer.view_of(bound(param).slot, trainable=param.requires_grad) for param in params)
     needs_grad = torch.is_grad_enabled() and any(view.trainable for view in views)
-    reduces = buffer.sync.in_graph or not needs_grad
+    accumulates = needs_grad and buffer.sync.accumulates
     with tracing_fake_mode():
         shard = torch.empty(buffer.shard.shape, dtype=buffer.shard.dtype, device=buffer.shard.device)
-        shard.requires_grad_(needs_grad and reduces)
-        port = None if reduces else buffer.port(shard).requires_grad_()
-        rounding = torch.zeros(1, dtype=torch.int64, device="cpu") if buffer.gradient_packing else None
+        shard.requires_grad_(needs_grad)
+        wanted = accumulates or buffer.gradient_packing
+        reductions = torch.zeros(1, dtype=torch.int64, device="cpu") if wanted else None
     comm, reshard = buffer.comm(ordinal), buffer.policy.reshard_after_forward
-    return GraphUnit(name, shard, port, views, _others(buffer, params), comm, reshard, rounding)
+    return GraphUnit(name, shard, views, _others(buffer, params), comm, reshard, accumulates, reductions)
 
 
 def _others(buffer: DBuffer, read: Sequence[Tensor]) -> tuple[ParamView, ...]:

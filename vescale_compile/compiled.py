@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from .passes.context import GraphError, Part
 from .quantities import size_text
 from .runtime.agreement import agree_on_buffers, agree_on_graph, life, tell_of_failure
 from .runtime.boundary import binding_of, flat_input
+from .runtime.collectives import tell_apart
 from .runtime.dbuffer import DBuffer
 from .runtime.model import Forward, kept_beside
 from .runtime.used import add_graph
@@ -42,6 +44,7 @@ class CompiledGraph:
         self._others = captured.others
         forward = captured.context.summaries.get(Part.FORWARD)
         self._left = forward.left_bytes if forward is not None else 0
+        self._number = zlib.crc32("".join(unit.layout for unit in captured.units).encode())
         self._run = run
         self._deadline = deadline
         self._spare = spare
@@ -53,16 +56,16 @@ class CompiledGraph:
         if self._life is not life():  # with ranks that may compile the graph only now
             agree_on_graph(buffers, self._collectives, deadline_s=self._deadline)
             self._take_down()
+        for group in dict.fromkeys(buffer.group for buffer in buffers):
+            tell_apart(group, self._number)
         forward = Forward(0 if saves_elsewhere() else self._left, buffers, compiled=True)
         self._check_budget(forward, args)
         flats: list[Any] = []
         for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
             buffer.deadline = self._deadline
             params = [args[position] for position in unit.positions]
-            reduced = unit.graph.port is None
-            flat = flat_input(buffer, params, reduced=reduced, used=used, forward=forward)
-            flats.extend([flat] if reduced else [buffer.shard, flat])
-            flats.extend([buffer.rounding_handle] if unit.graph.rounding is not None else [])
+            flats.append(flat_input(buffer, params, used=used, forward=forward))
+            flats.extend([buffer.reductions_handle] if unit.graph.reductions is not None else [])
         return self._run(*flats, *(args[position] for position in self._others))
 
     def _take_down(self) -> None:

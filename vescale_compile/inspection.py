@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .backend import vescale
 from .report import GraphReport, Report
 from .runtime.crossing import forget_carried
+from .sharded_module import uncompiled
 
 
 def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -19,7 +22,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
 
     It runs the forward once, on the arguments given, so every rank of the mesh must call it; operator by operator, for
     Inductor would take most of the time to write kernels that the report says nothing of. Nothing is trained:
-    gradients, parameters and random state stay as they are.
+    gradients, parameters, buffers and random state stay as they are.
 
     Args:
         model: a module that ``fully_shard`` was called on, compiled or not.
@@ -30,10 +33,39 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
         The report; ``print(vc.explain(model, tokens))`` shows it.
     """
     graphs: list[GraphReport] = []
-    module = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
+    module = uncompiled(model)
     backend = functools.partial(vescale, options=options, on_compiled=graphs.append, generate_code=False)
     devices = {param.device for param in module.parameters() if param.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        torch.compile(module, backend=backend)(*args, **kwargs)
+    with torch.random.fork_rng(devices=list(devices)), _buffers_kept(module):
+        torch.compile(module, backend=backend, **_OF_ITS_OWN)(*args, **kwargs)
     forget_carried()  # there is no backward to take what the forward launched for it
     return Report(tuple(graphs))
+
+
+# Dynamo counts compilations of a function up to its recompile limit, those of the model's own training too. Where
+# PyTorch has no such argument, as in 2.11, ours are among them.
+_OF_ITS_OWN: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Gives buffers (running statistics, say) back the values that they had."""
+    before = [
+        (part, name, buffer, buffer.clone(), _writes_to(buffer))
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, value, writes in before:
+                part._buffers[name] = buffer if _writes_to(buffer) == writes else buffer.copy_(value)
+
+
+def _writes_to(buffer: Tensor) -> int:
+    """How many there were; nobody counts those to a tensor that was made in inference mode."""
+    return 0 if buffer.is_inference() else buffer._version

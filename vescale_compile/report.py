@@ -112,7 +112,10 @@ class Report:
 
     def __str__(self) -> str:
         if not self.graphs:
-            return "no graph reads sharded parameters: call fully_shard on the model first"
+            return (
+                "no graph that reads sharded parameters was compiled: call fully_shard on the model first; or Dynamo "
+                "has reached its recompile limit for it (torch._dynamo.reset() forgets what it has compiled)"
+            )
         parts = [f"graph {i} of {len(self.graphs)}\n{graph}" for i, graph in enumerate(self.graphs)]
         return "\n\n".join(parts)
 

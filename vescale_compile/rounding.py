@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from .runtime.rounding import Rounding
-from .sharded_module import buffers_in
+from .sharded_module import buffers_in, uncompiled
 
 
 def rounding_state(module: nn.Module) -> dict[str, int]:
@@ -18,7 +18,7 @@ def rounding_state(module: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: no unit in the module has quantized gradients.
     """
-    return {rounding.unit: rounding.count for rounding in _roundings(module)}
+    return {name: rounding.count for name, rounding in _roundings(module).items()}
 
 
 def load_rounding_state(module: nn.Module, state: Mapping[str, int]) -> None:
@@ -28,19 +28,26 @@ def load_rounding_state(module: nn.Module, state: Mapping[str, int]) -> None:
         ValueError: no unit in the module has quantized gradients, or one is missing in the state. Nothing is set then.
     """
     roundings = _roundings(module)
-    for rounding in roundings:
-        if rounding.unit not in state:
+    for name in roundings:
+        if name not in state:
             known = ", ".join(map(repr, state))
             raise ValueError(
-                f"load_rounding_state: no state for unit {rounding.unit!r}; there is for {known}. Load that of a model "
+                f"load_rounding_state: no state for unit {name!r}; there is for {known}. Load that of a model "
                 "with the same units"
             )
-    for rounding in roundings:
-        rounding.count = state[rounding.unit]
+    for name, rounding in roundings.items():
+        rounding.count = state[name]
 
 
-def _roundings(module: nn.Module) -> list[Rounding]:
-    found = [buffer.rounding for buffer in buffers_in(module) if buffer.gradient_packing is not None]
+def _roundings(module: nn.Module) -> dict[str, Rounding]:
+    """By name of the unit in ``module``, which may hold several modules that were sharded each by itself."""
+    paths = {part: name for name, part in uncompiled(module).named_modules()}
+    found: dict[str, Rounding] = {}
+    for buffer in buffers_in(module):
+        if buffer.gradient_packing is not None:
+            root = buffer.model.root
+            path = paths.get(root, "") if root is not None else ""
+            found[f"{path}.{buffer.name}" if path else buffer.name] = buffer.reductions.rounding
     if not found:
         raise ValueError(f"{type(module).__name__}: no unit of it has quantized gradients")
     return found

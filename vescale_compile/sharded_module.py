@@ -7,9 +7,11 @@ the sharded one, as ``module.parameters()`` always does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -134,20 +136,43 @@ class ShardedModule(nn.Module):
         else:
             _zero_together([param.grad for param in self.parameters() if param.grad is not None])
         for buffer in buffers_in(self):
-            if buffer.unreduced is not None:
-                buffer.take_unreduced()
+            buffer.reductions.forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """``to``, ``half``, ``to_empty`` and the like: on the flat shard, of which parameters are views."""
         sharded = {name: p for name, p in self._parameters.items() if isinstance(p, RaggedDTensor)}
-        self._parameters.update(dict.fromkeys(sharded))
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._parameters.update(sharded)
-        for param in sharded.values():
-            convert_buffer(cast(RaggedDTensor, param), fn)
+        with _converting.all_of(self):
+            self._parameters.update(dict.fromkeys(sharded))
+            try:
+                super()._apply(fn, recurse)
+            finally:
+                self._parameters.update(sharded)
+            for param in sharded.values():
+                convert_buffer(cast(RaggedDTensor, param), fn, _converting.params)
+        if isinstance(self, nn.RNNBase):
+            self._init_flat_weights()  # it has looked for its parameters meanwhile
         return self
+
+
+class _Converting:
+    """The parameters of the outermost module that is being converted, of which the others are parts."""
+
+    def __init__(self) -> None:
+        self.params: set[Tensor] = set()
+
+    @contextlib.contextmanager
+    def all_of(self, module: nn.Module) -> Iterator[None]:
+        if self.params:
+            yield
+            return
+        self.params = set(module.parameters())
+        try:
+            yield
+        finally:
+            self.params = set()
+
+
+_converting = _Converting()
 
 
 def make_sharded(module: nn.Module, access: dict[str, Access], unit: Unit | None) -> None:
@@ -172,7 +197,22 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     body["__module__"], body["__qualname__"] = original.__module__, original.__qualname__
     body["__doc__"] = original.__doc__
+    for method in (ShardedModule.forward, ShardedModule._vescale_forward):
+        body[method.__name__] = _with_code_of_its_own(method, original)
+    if issubclass(original, nn.RNNBase):
+        body["flatten_parameters"] = _leave_in_place
     return type(original.__name__, (ShardedModule, original), body)
+
+
+def _with_code_of_its_own(method: Callable[..., Any], original: type[nn.Module]) -> Callable[..., Any]:
+    """For Dynamo, whose recompile limit is that of a code object: all sharded classes would share one."""
+    function = cast(FunctionType, method)
+    code = function.__code__.replace(co_qualname=f"{original.__qualname__}.{function.__name__}")
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _leave_in_place(rnn: nn.RNNBase) -> None:
+    """In the place of ``flatten_parameters``, which would move gathered weights to memory of cuDNN's."""
 
 
 def anything_sharded() -> bool:
@@ -191,11 +231,16 @@ def _reader(name: str) -> Callable[[ShardedModule], Any]:
         if torch.compiler.is_compiling() or _forward.running or in_backward():
             access = module._vescale_access[name]
             buffer = access.buffer
-            return unshard_param(param, access.place, buffer.sync.in_graph, buffer.param_dtype)
+            return unshard_param(param, access.place, buffer.sync.accumulates, buffer.param_dtype)
         return param
 
     never_start_tracing_at(read)
     return read
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was called on, of what it returned; any other as it is."""
+    return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -99,6 +99,7 @@ def fully_shard(
     ignored = _ignored(ignored_params)
     leave_alone(ignored)
     _check_params(module, over, ignored)
+    _check_one_device(module, over, ignored)
     units = find_units(module, ignored, nested_units=nested)
     if not units and not nested:  # a root may have nothing but units inside
         raise ValueError(
@@ -124,7 +125,7 @@ def fully_shard(
         make_sharded(module, {}, _unit_of((), policy, is_root=True))
     _name_buffers(module)
     buffers = buffers_in(module)
-    model = Model(buffers)
+    model = Model(buffers, module)
     for buffer in buffers:
         buffer.model = model
     stale_optimizers.watch()
@@ -300,6 +301,17 @@ def _granularities(granularity: object) -> tuple[GranularityFn, ...]:
                 "parameter, as vc.optim.AdamW8bit.granularity or lambda name, param: vc.Rows(32), or a list of them"
             )
     return cast(tuple[GranularityFn, ...], given)
+
+
+def _check_one_device(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
+    params = [(name, param) for name, param in module.named_parameters() if param not in ignored and not param.is_meta]
+    for name, param in params:
+        first, there = params[0]
+        if param.device != there.device:
+            raise ValueError(
+                f"{mesh.where}fully_shard: parameter {name!r} is on {param.device}, and {first!r} on {there.device}. A "
+                "rank has one device: move the model to it"
+            )
 
 
 def _check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:

@@ -1,4 +1,5 @@
-"""Refuses optimizers that were built before ``fully_shard``: they would step parameters that no module reads."""
+"""Refuses steps that would change nothing: of optimizers that were built before ``fully_shard``, whose parameters no
+module reads, and of those whose gradients ``no_sync`` holds back, all of them."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .runtime.boundary import binding_of
 
 
 @functools.cache
@@ -24,4 +27,14 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise RuntimeError(
             f"[rank {dist.get_rank()}] {type(optimizer).__name__}: {len(stale)} of its {len(params)} parameters were "
             "replaced by sharded ones, so its steps would change nothing. Build the optimizer after fully_shard."
+        )
+    if kwargs.get("closure") is not None or any(map(callable, args[1:])):
+        return  # which computes gradients yet
+    bindings = [binding for param in params if (binding := binding_of(param)) is not None]
+    held_back = [binding.buffer for binding in bindings if binding.buffer.reductions.unreduced is not None]
+    if held_back and all(param.grad is None for param in params):
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] {type(optimizer).__name__}: none of its parameters has a gradient, and no_sync "
+            f"holds back those of unit {held_back[0].name}. Run the last micro-batch's forward outside no_sync, or "
+            "forget what has accumulated: zero_grad() of the sharded module"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import cast
 
 import torch
@@ -10,14 +10,19 @@ from torch import Tensor
 
 from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import Binding
+from .runtime.dbuffer import DBuffer
 
 
 @torch.no_grad()
-def convert_buffer(param: RaggedDTensor, fn: Callable[[Tensor], Tensor]) -> None:
+def convert_buffer(param: RaggedDTensor, fn: Callable[[Tensor], Tensor], together: Container[Tensor]) -> None:
     """What ``fn`` (of ``nn.Module._apply``) does to a sharded parameter.
 
     A new device or dtype is taken by the whole buffer, because parameters are views of it; for the other
     parameters ``fn`` then has nothing left to do. New values are copied into the parameter's place.
+
+    Raises:
+        RuntimeError: the dtype is new, and parameters of the buffer that the model has are not among those that are
+            converted ``together``.
     """
     buffer, index = cast(Binding, param._vescale_binding)  # type: ignore[attr-defined]
     local = buffer.local(buffer.shard, index)
@@ -26,9 +31,23 @@ def convert_buffer(param: RaggedDTensor, fn: Callable[[Tensor], Tensor]) -> None
         if converted is not local and not local.is_meta:
             local.copy_(converted)
         return
+    if converted.dtype != local.dtype:
+        _check_converted_together(buffer, index, together)
     buffer.set_shard(fn(buffer.shard))
     for i, sharded in enumerate(buffer.params):
         _point(cast(RaggedDTensor, sharded), buffer.local(buffer.shard, i), fn)
+
+
+def _check_converted_together(buffer: DBuffer, index: int, together: Container[Tensor]) -> None:
+    root = buffer.model.root
+    held = set(root.parameters()) if root is not None else set()
+    for slot, other in zip(buffer.slots, buffer.params, strict=True):
+        if other in held and other not in together:
+            raise RuntimeError(
+                f"[rank {buffer.rank}] a conversion of a part of the model would give parameter "
+                f"{buffer.slots[index].name!r} another dtype than {slot.name!r} has, which lies in the same "
+                "buffer. Convert the part before fully_shard, or the whole model"
+            )
 
 
 def _point(param: RaggedDTensor, local: Tensor, fn: Callable[[Tensor], Tensor]) -> None:

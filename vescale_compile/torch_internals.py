@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,14 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
+from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as _is_fake
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -274,6 +278,12 @@ def generates_code_for(target: Any) -> bool:
     return target in _lowering.lowerings and target.overloadpacket.__name__ not in _EXTERN_KERNELS
 
 
+# What the partitioner has call operators that draw random numbers, where they run a second time.
+SAVES_RNG_STATE = rng_prims.run_and_save_rng_state
+RESTORES_RNG_STATE = rng_prims.run_with_rng_state
+RESTORES_RNG_STATE_IN_PLACE = rng_prims.graphsafe_run_with_rng_state
+
+
 @functools.cache
 def out_variant(target: OpOverload) -> OpOverload | None:
     """The form of an operator that writes its one result to ``out=``, if PyTorch has one that was written by hand:
@@ -303,6 +313,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return _is_fake(tensor)
 
 
+def is_traced_to_operators(tensor: DTensor) -> bool:
+    """Whether AOTAutograd or torch.export is tracing, which takes a function apart, where Dynamo keeps it whole."""
+    return isinstance(tensor._local_tensor, FunctionalTensor) or get_proxy_mode() is not None
+
+
 def outside_tracing() -> AbstractContextManager[Any]:
     """Inside it operators run, whatever is tracing: for what a tensor does when its elements are asked for."""
     return _disable_current_modes()
@@ -320,6 +335,26 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+class ReceivesGradients(Protocol):
+    """The context of an autograd function, by what it keeps there."""
+
+    buffer: Any
+    reduces: bool
+
+
+def receivers_of_gradients() -> list[Any]:
+    """Of what the autograd node that this thread is running gives gradients to, those that are such contexts. No public
+    name tells a backward which forward's it is."""
+    node = torch._C._current_autograd_node()
+    next_functions = node.next_functions if node is not None else ()
+    return [function for function, _ in next_functions if hasattr(function, "buffer")]
+
+
+def will_run(function: ReceivesGradients) -> bool:
+    """Whether the backward that is running comes to it: it does not where ``torch.autograd.grad`` asks for others."""
+    return torch._C._will_engine_execute_node(function)  # type: ignore[arg-type]
+
+
 def in_backward() -> bool:
     """Whether this thread is running an autograd backward."""
     return backward_id() != -1
@@ -328,13 +363,6 @@ def in_backward() -> bool:
 def after_backward(function: Callable[[], None]) -> None:
     """Calls ``function`` when the backward that is running has run, as DistributedDataParallel does."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """``torch.compile`` takes the size of this dimension for a variable, from the first compilation on. The public
-    ``torch.compile(dynamic=True)`` does so with all of them.
-    """
-    torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

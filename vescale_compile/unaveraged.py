@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from .ragged.dtensor import RaggedDTensor
+from .runtime.boundary import binding_of
 
 _log = logging.getLogger(__name__)
 
@@ -24,8 +25,21 @@ def warn_of_unaveraged(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
     """Warns, once for each, of trained parameters that a graph of a sharded model reads and nothing has sharded."""
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         plain = isinstance(value, nn.Parameter) and not isinstance(value, RaggedDTensor)
+        if plain and value.requires_grad and hasattr(value, "_vescale_sharded"):
+            _refuse_replaced(value)
         if plain and value.requires_grad and not hasattr(value, "_vescale_ignored"):
             _warn(placeholder.name, tuple(value.shape))
+
+
+def _refuse_replaced(param: nn.Parameter) -> None:
+    sharded = binding_of(param._vescale_sharded)  # type: ignore[attr-defined]
+    assert sharded is not None
+    raise RuntimeError(
+        f"[rank {sharded.buffer.rank}] backend='vescale': the model reads what parameter "
+        f"{sharded.buffer.slots[sharded.slot].name!r} was before fully_shard, which nothing trains any more. It is "
+        "kept outside the module's parameters, in a list, a dict or a closure, say: read it as an attribute of its "
+        "module, or keep such lists in nn.ParameterList"
+    )
 
 
 @functools.cache

@@ -32,7 +32,6 @@ def context(
         GraphUnit(
             name=f"layers.{ordinal}",
             shard=torch.empty(S),
-            port=None,
             views=(ParamView(0, (WORLD * S,), True),),
             others=(),
             comm=CommSpec(ordinal, WORLD, "0", "", torch.float32, torch.float32, S),

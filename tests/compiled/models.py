@@ -70,20 +70,29 @@ def llama() -> nn.Module:
     return Llama(LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=64))
 
 
-def hf_llama() -> nn.Module:
+def one_layer_llama() -> nn.Module:
+    """Where how deep a model is makes no difference: it compiles in half of the time."""
+    return Llama(LlamaConfig(layers=1, dim=32, heads=4, kv_heads=2, vocab_size=64))
+
+
+def hf_llama(layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig as Config
     from transformers import LlamaForCausalLM
 
     config = Config(
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=64,
         max_position_embeddings=64,
     )
     return HuggingFace(LlamaForCausalLM(config))
+
+
+def hf_llama_of_one_layer() -> nn.Module:
+    return hf_llama(layers=1)
 
 
 def hf_gpt_oss(layers: int = 2) -> nn.Module:
@@ -106,7 +115,6 @@ def hf_gpt_oss(layers: int = 2) -> nn.Module:
 
 
 def hf_gpt_oss_of_one_layer() -> nn.Module:
-    """Compiles in half of the time."""
     return hf_gpt_oss(layers=1)
 
 

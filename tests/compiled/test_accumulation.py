@@ -1,14 +1,18 @@
 """``no_sync``: gradients accumulate, and one reduction ends it."""
 
-from collections import Counter
+import contextlib
+from unittest import mock
 
 import models
 import pytest
 import torch
+from kernels import most_allocated
 from ranks import on_ranks
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
+from vescale_compile.runtime import collectives
 from vescale_compile.sharded_module import buffers_in
 
 MICRO_BATCHES = 3
@@ -58,10 +62,74 @@ def test_each_unit_is_reduced_once_for_all_micro_batches(compile):
     model, call = models.sharded(models.Uneven, compile=compile)
     data = models.batches(MICRO_BATCHES, 11)
     accumulate(model, call, data)  # compiles
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    reduce = collectives._reduce_by_exchange
+    with mock.patch.object(collectives, "_reduce_by_exchange", side_effect=reduce) as reductions:
         accumulate(model, call, data)
-    ran = Counter(event.name for event in trace.events())
-    assert ran["vescale::reduce_scatter"] + ran["vescale::start_reduce_scatter"] == 3, ran
+    assert reductions.call_count == len(buffers_in(model)) == 3
+
+
+@on_ranks(2)
+def test_the_last_micro_batch_launches_reductions_as_its_schedule_says():
+    """In its graph, and not when the graph has ended: the sum is that of the unit whose gradients are computed."""
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    data = models.batches(MICRO_BATCHES, 11)
+    accumulate(model, call, data)  # compiles
+    with vc.no_sync(model):
+        call(*data[0]).backward()
+    loss = call(*data[1])
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        loss.backward()
+    launches = [event for event in trace.events() if event.name == "vescale::start_reduce_scatter"]
+    sends = [event for event in trace.events() if event.name == "c10d::send"]
+    assert len(launches) == 3
+    assert sum(send.cpu_parent in launches for send in sends) == 3
+    assert all(launch.cpu_parent.name == "CompiledFunctionBackward" for launch in launches)
+
+
+@on_ranks(2)
+def test_micro_batches_that_accumulate_compile_once():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, call = models.sharded(models.Uneven)
+    for _ in range(2):
+        accumulate(model, call, models.batches(MICRO_BATCHES, 11))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@on_ranks(2)
+def test_gradients_that_are_held_back_take_no_memory_beside_the_sum():
+    """A unit's gradients are added as soon as they are computed, and those of the next lie in their place."""
+    torch._dynamo.reset()
+    model, call = models.sharded(models.deep)
+    data = models.batches(1, 11)[0]
+
+    def taken() -> int:
+        loss = call(*data)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            loss.backward()
+        return most_allocated(trace)
+
+    with vc.no_sync(model):
+        call(*data).backward()
+        held_back = taken()
+    call(*data).backward()
+    model.zero_grad()
+    assert held_back <= taken()
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_autograds_anomaly_mode_finds_nothing_in_gradients_that_are_held_back(compile):
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven, compile=compile)
+    torch.use_deterministic_algorithms(True)  # which fills what is not initialized with NaN
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            accumulate(model, call, models.batches(2, 11))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(param.grad.full_tensor().isfinite().all() for param in model.parameters())
 
 
 @on_ranks(2)
@@ -70,7 +138,23 @@ def test_inside_no_sync_no_gradient_arrives():
     with vc.no_sync(model):
         call(*models.batches(1, 11)[0]).backward()
     assert {p.grad for p in model.parameters()} == {None}
-    assert all(buffer.unreduced is not None for buffer in buffers_in(model))
+    assert all(buffer.reductions.unreduced is not None for buffer in buffers_in(model))
+
+
+@on_ranks(2)
+def test_a_step_for_which_all_gradients_are_held_back_is_refused():
+    model, call = models.sharded(models.Uneven, compile=None)
+    optimizer = models.adamw(model.parameters())
+    with vc.no_sync(model):
+        call(*models.batches(1, 11)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"AdamW: none .* no_sync holds back those of unit .* outside no_sync"):
+        optimizer.step()
+    optimizer.step(lambda: call(*models.batches(1, 11)[0]).backward())  # which reduces
+    optimizer.zero_grad()
+    with vc.no_sync(model):
+        call(*models.batches(1, 11)[0]).backward()
+    model.zero_grad()
+    optimizer.step()
 
 
 @on_ranks(2)
@@ -149,6 +233,54 @@ def test_a_unit_that_only_earlier_micro_batches_used_gets_its_gradient_at_once(c
 
 @pytest.mark.parametrize("compile", ["eager", None])
 @on_ranks(2)
+def test_gradients_that_nobody_asked_for_are_not_accumulated_nor_take_what_was(compile):
+    """An adversarial step, say: of a graph, which computes all of them."""
+    torch._dynamo.reset()
+    model, call = models.sharded(Layers, compile=compile)
+    reference = models.build(Layers)
+    x = torch.ones(2, 3, requires_grad=True)
+    with vc.no_sync(model):
+        call(x, 2).backward()
+        torch.autograd.grad(call(x, 2), x)
+    torch.autograd.grad(call(x, 2), x)
+    call(x, 2).backward()
+    for _ in range(2):
+        reference(x.detach(), 2).backward()
+    models.average_gradients(reference)
+    assert gradients_differ(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@on_ranks(2)
+def test_where_the_forward_ran_counts_though_it_runs_again_in_the_backward(inside):
+    """A checkpointed region around compiled layers."""
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(Layers))
+    calls = [torch.compile(layer, backend="vescale", options={"lowering": "eager"}) for layer in model.layers]
+    x = torch.ones(2, 3)
+
+    def forward() -> torch.Tensor:
+        out = x
+        for call in calls:
+            out = checkpoint(call, out, use_reentrant=False)
+        return out.sum()
+
+    with vc.no_sync(model):
+        forward().backward()
+        first = forward()
+    second = forward()
+    with vc.no_sync(model) if inside else contextlib.nullcontext():
+        first.backward()
+        second.backward()
+    reference = models.build(Layers)
+    for _ in range(3):
+        reference(x, 2).backward()
+    models.average_gradients(reference)
+    assert gradients_differ(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
 def test_one_backward_may_run_through_forwards_inside_and_outside(compile):
     torch._dynamo.reset()
     data = models.batches(2, 11)
@@ -201,7 +333,7 @@ def test_so_it_does_where_all_parameters_are_those_of_modules_inside():
     with vc.no_sync(model):
         call(torch.ones(2, 3), 2).backward()
     model.zero_grad()
-    assert all(buffer.unreduced is None for buffer in buffers_in(model))
+    assert all(buffer.reductions.unreduced is None for buffer in buffers_in(model))
 
 
 def test_no_sync_of_a_module_that_is_not_sharded_says_so():

@@ -1,5 +1,7 @@
 """The first gather of the backward is launched while the forward ends, whatever comes between the two."""
 
+import functools
+
 import models
 import pytest
 import torch
@@ -57,6 +59,13 @@ def reference(losses_of) -> list[torch.Tensor]:
     losses_of(torch.compile(model, backend="aot_eager")).backward()
     models.average_gradients(model)
     return [param.grad for param in model.parameters()]
+
+
+@functools.cache
+def of_first_batch() -> list[torch.Tensor]:
+    """The reference of each rank's first batch."""
+    tokens, labels = models.batches(1, 11)[0]
+    return reference(lambda call: call(tokens, labels))
 
 
 def test_it_is_launched_when_the_forwards_own_gathers_are_over_and_taken_where_it_is_read(usual):
@@ -140,7 +149,7 @@ def test_codes_that_were_carried_for_another_forward_are_gathered_again():
 def test_a_profiler_may_end_between_the_forward_and_its_backward():
     model, call = compiled()
     data = models.batches(1, 11)[0]
-    expected = reference(lambda reference: reference(*data))
+    expected = of_first_batch()
     for _ in range(3):
         model.zero_grad()
         with profile(activities=[ProfilerActivity.CPU]):
@@ -169,6 +178,31 @@ def test_a_second_forward_of_the_same_parameters_gathers_nothing_for_the_backwar
     _, call = compiled()
     call(*data)
     assert events(lambda: call(*data)).count("c10d::send") == UNITS
+
+
+@on_ranks(2)
+def test_what_models_of_two_dtypes_carry_lies_apart():
+    """A generator's forward, a discriminator's, and their backwards the other way round."""
+    torch._dynamo.reset()
+    policies = (vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16), vc.MixedPrecisionPolicy())
+    both = [vc.fully_shard(models.build(models.Uneven), mp_policy=policy) for policy in policies]
+    calls = [torch.compile(model, backend="vescale", options=OPTIONS) for model in both]
+    batch = models.batches(1, 11)[0]
+
+    def taken() -> list[torch.Tensor]:
+        found = [param.grad.full_tensor() for model in both for param in model.parameters()]
+        for model in both:
+            model.zero_grad()
+        return found
+
+    for _ in range(3):
+        for call in calls:
+            call(*batch).backward()
+        one_after_the_other = taken()
+        for loss in [call(*batch) for call in calls][::-1]:
+            loss.backward()
+        for ours, expected in zip(taken(), one_after_the_other, strict=True):
+            assert torch.equal(ours, expected)
 
 
 @on_ranks(2)
@@ -226,7 +260,7 @@ def test_one_rank_alone_may_write():
         for param in model.parameters():
             param.to_local().detach().mul_(1)
     call(*data).backward()
-    assert all(map(torch.equal, gradients(model), reference(lambda call: call(*data))))
+    assert all(map(torch.equal, gradients(model), of_first_batch()))
 
 
 @pytest.mark.slow
@@ -237,13 +271,14 @@ def test_a_rank_may_train_a_model_of_its_own_between_a_forward_and_its_backward(
     alone = DeviceMesh("cpu", [0])
     second = vc.fully_shard(models.build(models.Uneven, seed=1), mesh=alone) if dist.get_rank() == 0 else None
     call_second = torch.compile(second, backend="vescale", options=OPTIONS) if second is not None else None
+    expected = of_first_batch()
     for _ in range(3):
         model.zero_grad()
         loss = call(*data)
         if call_second is not None:
             call_second(*data).backward()
         loss.backward()
-        assert all(map(torch.equal, gradients(model), reference(lambda call: call(*data))))
+        assert all(map(torch.equal, gradients(model), expected))
 
 
 @on_ranks(2)
@@ -271,7 +306,7 @@ def test_two_models_that_share_a_graph():
         losses = call_first(*data), call_second(*data)
         losses[0].backward()
         losses[1].backward()
-    assert all(map(torch.equal, gradients(first), reference(lambda call: call(*data))))
+    assert all(map(torch.equal, gradients(first), of_first_batch()))
 
 
 @on_ranks(2)

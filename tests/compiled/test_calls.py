@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import fake_world, on_ranks
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_compile as vc
@@ -127,6 +128,27 @@ def test_a_second_model_of_the_same_class_uses_its_own_parameters():
             models.average_gradients(reference)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@on_ranks(1)
+def test_dynamo_compiles_as_many_sharded_classes_as_others():
+    """Its recompile limit is that of a code object."""
+    torch._dynamo.reset()
+    limit = torch._dynamo.config.recompile_limit
+    counters["stats"].clear()
+    for number in range(limit + 1):
+        model = vc.fully_shard(type(f"Numbered{number}", (models.Uneven,), {"forward": numbered(number)})(layers=1))
+        torch.compile(model, backend="vescale", options={"lowering": "eager"})(*models.batches(1, 11)[0])
+    assert counters["stats"]["unique_graphs"] == limit + 1
+
+
+def numbered(number):
+    """A forward of its own."""
+
+    def forward(self, tokens, labels):
+        return models.Uneven.forward(self, tokens, labels) + number
+
+    return forward
 
 
 @on_ranks(2)

@@ -99,8 +99,8 @@ def total(census: Counter[step_census.Key], *kinds: Kind) -> int:
 @pytest.mark.parametrize(
     ("build", "vocab", "lowering", "shard_options", "kinds"),
     [
-        (models.llama, 64, "eager", {}, {Kind.COPY_IN}),
-        (models.llama, 64, "eager", {"mp_policy": BF16, "reshard_after_forward": False}, {Kind.CAST}),
+        (models.one_layer_llama, 64, "eager", {}, {Kind.COPY_IN}),
+        (models.one_layer_llama, 64, "eager", {"mp_policy": BF16, "reshard_after_forward": False}, {Kind.CAST}),
         (models.Uneven, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY}),
         (Padded, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY}),
         (Joined, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY, Kind.CONCATENATION}),

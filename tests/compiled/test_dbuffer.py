@@ -1,6 +1,6 @@
 """A unit's buffers: what is done to a whole unit is one kernel, and slots may be registered memory."""
 
-import math
+import copy
 from types import SimpleNamespace
 
 import models
@@ -18,6 +18,7 @@ from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import Part
 from vescale_compile.runtime import pool, registered
 from vescale_compile.runtime.collectives import start_all_gather
+from vescale_compile.runtime.reductions import add_held
 from vescale_compile.sharded_module import buffers_in
 
 
@@ -105,39 +106,54 @@ def test_the_cast_before_a_gather_is_one_kernel_for_the_unit():
 
 @on_ranks(2)
 def test_micro_batches_are_summed_in_one_kernel_for_the_unit():
-    buffer = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0]
-    first, second = torch.ones(2, buffer.numel).unbind()
-    buffer.accumulate(first, {0, 1}, compiled=True)
+    reductions = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0].reductions
+    first, second = torch.ones(2, 16).unbind()
+    reductions.hold(first)
     with Kernels() as kernels:
-        buffer.accumulate(second, {0, 1}, compiled=True)
+        reductions.hold(second)
     assert kernels.ran == [("add_", 1)]
-    assert buffer.unreduced.tolist() == [2.0] * buffer.numel
+    assert reductions.unreduced.tolist() == [2.0] * 16
 
 
 @on_ranks(2)
-def test_a_sum_of_micro_batches_takes_from_each_what_it_defines():
-    buffer = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0]
-    places = [slice(slot.offset, slot.offset + math.prod(slot.shape)) for slot in buffer.slots]
-    for value, indices in ((1.0, {0}), (2.0, {1}), (4.0, {0, 1})):
-        grad = torch.full((buffer.numel,), math.nan)
-        for index in indices:
-            grad[places[index]] = value
-        buffer.accumulate(grad, indices, compiled=True)
-    total, indices = buffer.take_unreduced()
-    assert indices == {0, 1}
-    assert [total[place].unique().tolist() for place in places] == [[5.0], [6.0]]
+def test_what_micro_batches_sum_to_is_added_to_what_is_reduced_in_one_kernel_for_the_unit():
+    reductions = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0].reductions
+    reductions.hold(torch.ones(16))
+    last = torch.ones(16)
+    with Kernels() as kernels:
+        add_held(last, reductions.handle(accumulates=True))
+    assert kernels.over("add_") == len(kernels.ran) - 1 == 1  # which reads the handle
+    assert last.tolist() == [2.0] * 16
+    assert reductions.unreduced is None
 
 
 @on_ranks(2)
-def test_a_sum_of_reduced_gradients_takes_from_each_what_it_defines():
-    buffer = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0]
-    total, grad = torch.full((2, buffer.shard.numel()), math.nan).unbind()
-    buffer.local(total, 0).fill_(1.0)
-    for index in range(2):
-        buffer.local(grad, index).fill_(2.0)
-    buffer.add_reduced(total, {0}, grad, {0, 1})
-    assert torch.equal(buffer.local(total, 0), torch.full_like(buffer.local(total, 0), 3.0))
-    assert torch.equal(buffer.local(total, 1), torch.full_like(buffer.local(total, 1), 2.0))
+def test_a_sum_of_micro_batches_is_of_the_parameters_that_any_of_them_used():
+    reductions = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0].reductions
+    for used, compiled in (({0}, True), ({1}, False)):
+        reductions.hold(torch.ones(16))
+        reductions.held(used, compiled=compiled)
+    assert reductions.sent() == (set(), True)  # nothing yet
+    reductions.take()
+    reductions.held({2}, compiled=True)  # of the next sum
+    assert reductions.sent() == ({0, 1}, False)
+    reductions.take()
+    assert reductions.sent() == ({2}, False)  # which may be asked for without need
+    assert reductions.sent() == (set(), True)
+
+
+@on_ranks(2)
+def test_a_copy_of_a_model_has_a_copy_of_what_accumulated():
+    model = vc.fully_shard(nn.Linear(5, 3))
+    x = torch.ones(2, 5)
+    with vc.no_sync(model):
+        model(x).sum().backward()
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each(x).sum().backward()
+    for param, other in zip(model.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor())
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((3,), 4.0))
 
 
 @on_ranks(2)

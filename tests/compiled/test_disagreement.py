@@ -1,5 +1,6 @@
 """A rank whose model differs is named on every rank, before the first step, within a deadline."""
 
+import functools
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from ranks import COLLECTIVE_TIMEOUT, on_ranks
 from torch import nn
 from torch._dynamo.exc import RestartAnalysis
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import vescale_compile as vc
 from vescale_compile import backend
@@ -21,6 +22,7 @@ from vescale_compile.compiled import others_hear_of_failures
 from vescale_compile.runtime import agreement
 from vescale_compile.runtime.agreement import RanksMissing, agree, first_decides
 from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
+from vescale_compile.runtime.crossing import forget_carried
 from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -245,6 +247,24 @@ def test_ranks_at_different_collectives_take_nothing_for_what_it_is_not():
     assert full[:4].tolist() == [0.0] * 4
 
 
+@on_ranks(3)  # which no other test needs any more
+def test_a_rank_that_has_left_out_a_backward_is_given_nothing_of_it(tmp_path):
+    """After an exception, say, that it alone has caught: its next forward gathers what the others' backward does."""
+    torch._dynamo.reset()
+    initialize_again(tmp_path / "store")
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    for layer in model:
+        vc.fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
+    call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+    x = torch.ones(2, 8, requires_grad=True)
+    loss = call(x).sum()
+    forget_carried()
+    go_on = functools.partial(call, x) if dist.get_rank() == ODD else loss.backward
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
+        go_on()
+
+
 @on_ranks(2)
 def test_a_rank_that_leaves_compiled_code_alone_says_so_at_the_deadline():
     torch._dynamo.reset()
@@ -253,7 +273,10 @@ def test_a_rank_that_leaves_compiled_code_alone_says_so_at_the_deadline():
     torch.compile(model, backend="vescale", options=options)(*models.batches(1, 11)[0])
     if dist.get_rank() == ODD:
         # The last test in these processes: ranks can't agree on anything once one has waited in vain.
-        with pytest.raises(RanksMissing, match=r"(?s)1\.5 s.*recompile_limit"):
+        with (
+            mock.patch.object(agreement, "_GRACE_S", 0.5),
+            pytest.raises(RanksMissing, match=r"(?s)1\.5 s.*recompile_limit"),
+        ):
             model(*models.batches(1, 11)[0])
     dist.barrier()
 

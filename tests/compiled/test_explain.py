@@ -1,11 +1,14 @@
 """``vc.explain``: what is known of a compiled model before its first step."""
 
+import inspect
+
 import models
 import pytest
 import torch
 from kernels import most_allocated
 from ranks import fake_world, on_ranks
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
 from vescale_compile.passes.context import Part
@@ -21,10 +24,16 @@ def explained(reshard: bool = True, world_size: int = 2, **options):
     return model, vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager", **options})
 
 
-def test_each_unit_is_gathered_and_reduced_by_its_bytes():
+@pytest.fixture(scope="module")
+def usual():
+    """The report of a small Llama that two ranks train."""
     with fake_world(2):
         _, report = explained()
-    (graph,) = report.graphs
+    return report
+
+
+def test_each_unit_is_gathered_and_reduced_by_its_bytes(usual):
+    (graph,) = usual.graphs
     whole = sum(unit.gathered_bytes for unit in graph.units)
     assert graph.parts[Part.FORWARD].nbytes(Kind.ALL_GATHER) == whole
     assert graph.parts[Part.BACKWARD].nbytes(Kind.ALL_GATHER) == whole
@@ -81,6 +90,46 @@ def test_the_peak_is_that_of_a_real_step(reshard, lowering):
     assert estimated == pytest.approx(taken, rel=0.03), f"{estimated} bytes planned, {taken} taken"
 
 
+class Attention(torch.nn.Module):
+    """Two checkpointed layers of long sequences, which PyTorch has draw the same random numbers twice."""
+
+    def __init__(self, again: bool = True) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 96) for _ in range(2))
+        self.again = again
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(self.attend, layer, x, use_reentrant=False) if self.again else self.attend(layer, x)
+        return x.square().sum()
+
+    def attend(self, layer, x):
+        heads = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in layer(x).chunk(3, -1))
+        return x + torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+def test_attention_that_runs_again_in_the_backward_has_its_result_in_the_peak():
+    torch._dynamo.reset()
+    x = torch.randn(2, 256, 32)
+    with fake_world(2):
+        (graph,) = vc.explain(vc.fully_shard(Attention()), x, options={"lowering": "eager"}).graphs
+    # The batch, what the first layer returned, queries, keys and values, and the result.
+    assert graph.parts[Part.FORWARD].peak.nbytes > (1 + 1 + 3 + 1) * x.nbytes
+
+
+def test_attention_that_runs_again_in_the_backward_takes_its_time_twice():
+    with fake_world(2):
+        times = []
+        for again in (False, True):
+            torch._dynamo.reset()
+            model = vc.fully_shard(Attention(again))
+            (graph,) = vc.explain(model, torch.randn(2, 256, 32), options={"cluster": "h100"}).graphs
+            times.append({part: summary.prediction.compute for part, summary in graph.parts.items()})
+    once, twice = times
+    assert twice[Part.FORWARD] == pytest.approx(once[Part.FORWARD], rel=0.2)
+    assert twice[Part.BACKWARD] > once[Part.BACKWARD] + 0.5 * once[Part.FORWARD]
+
+
 def test_sizes_that_are_symbols_count_as_at_capture():
     peaks = []
     with fake_world(2):
@@ -118,7 +167,7 @@ def test_slots_are_what_the_report_says_and_are_freed_with_the_graphs():
 @on_ranks(2)
 def test_explaining_changes_nothing():
     torch.manual_seed(0)
-    model = vc.fully_shard(models.build(models.llama))
+    model = vc.fully_shard(models.build(models.one_layer_llama))
     before = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
     state = torch.get_rng_state()
     vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager"})
@@ -127,19 +176,32 @@ def test_explaining_changes_nothing():
     assert all(torch.equal(before[name], param.full_tensor()) for name, param in model.named_parameters())
 
 
-def test_the_text_names_units_collectives_slots_and_memory():
+def test_a_model_may_be_explained_as_often_as_one_likes():
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        pytest.skip("this PyTorch counts what vc.explain compiles against Dynamo's recompile limit")
     with fake_world(2):
-        _, report = explained()
-    text = str(report)
+        model = vc.fully_shard(torch.nn.Linear(4, 2))
+        for count in range(torch._dynamo.config.recompile_limit + 1):
+            assert vc.explain(model, torch.ones(3, 4), options={"memory_budget": 2**20 + count}).graphs
+
+
+def test_explaining_leaves_running_statistics_as_they_are():
+    with fake_world(2):
+        model = vc.fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
+        vc.explain(model, torch.ones(3, 4))
+    assert model[1].num_batches_tracked == 0
+    assert model[1].running_mean.tolist() == [0.0, 0.0]
+
+
+def test_the_text_names_units_collectives_slots_and_memory(usual):
+    text = str(usual)
     for words in ("layers.0", "launch all_gather of (root)", "slot 0", "nothing is copied or cast", "memory at most"):
         assert words in text
     assert "no schedule takes less than" in text and "exposed communication, on 2 x cpu" in text
 
 
-def test_the_prediction_is_the_schedules_timeline():
-    with fake_world(2):
-        _, report = explained()
-    (graph,) = report.graphs
+def test_the_prediction_is_the_schedules_timeline(usual):
+    (graph,) = usual.graphs
     for part in graph.parts.values():
         found = part.prediction
         assert found.seconds == pytest.approx(found.compute + found.exposed + found.slowdown)

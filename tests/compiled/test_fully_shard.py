@@ -191,6 +191,50 @@ def test_a_compiled_model_converts_and_trains_on():
 
 
 @on_ranks(2)
+def test_converting_a_part_whose_buffer_others_share_is_refused():
+    model = vc.fully_shard(models.build(models.Uneven))
+    with pytest.raises(RuntimeError, match=r"'layers\.0\..* dtype .* same buffer.*before fully_shard"):
+        model.layers[0].up.to(torch.bfloat16)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    model.layers[0].to(torch.bfloat16)  # a whole unit
+    assert {param.dtype for param in model.layers[0].parameters()} == {torch.bfloat16}
+
+
+@on_ranks(2)
+def test_a_model_that_has_lost_a_parameter_of_a_buffer_converts():
+    model = vc.fully_shard(models.build(models.Uneven))
+    del model.layers[0].up
+    assert {param.dtype for param in model.to(torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+@on_ranks(2)
+def test_ranks_compare_their_layouts_again_once_a_model_was_converted():
+    model = vc.fully_shard(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4))
+    (buffer,) = buffers_in(model)
+    assert buffer.agreed
+    model.to(torch.float32)
+    assert buffer.agreed
+    model.to(torch.float64)
+    assert not buffer.agreed
+
+
+@on_ranks(2)
+def test_a_recurrent_network_runs_after_it_was_given_memory_or_another_dtype():
+    with torch.device("meta"):
+        model = torch.nn.LSTM(4, 4)
+    vc.fully_shard(model).to_empty(device="cpu")
+    for param in model.parameters():
+        torch.nn.init.constant_(param, 0.5)
+    reference = torch.nn.LSTM(4, 4)
+    for param in reference.parameters():
+        torch.nn.init.constant_(param, 0.5)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.ones(3, 2, 4, dtype=dtype)
+        assert torch.equal(model.to(dtype)(x)[0], reference.to(dtype)(x)[0])
+
+
+@on_ranks(2)
 def test_deepcopy_gives_a_model_of_its_own():
     model = vc.fully_shard(models.build(models.Uneven))
     twin = copy.deepcopy(model)

@@ -1,6 +1,7 @@
 """``fully_shard`` over a 2-D mesh: sharded over dimension 1, replicated over dimension 0."""
 
 import copy
+import functools
 import tempfile
 
 import models
@@ -66,10 +67,10 @@ def test_training_is_that_of_the_unsharded_model(lowering):
 @on_ranks(4)
 def test_gradients_of_a_llama_are_averaged_over_all_ranks():
     torch._dynamo.reset()
-    model, call = models.sharded(models.llama, mesh=mesh_of(2, 2))
+    model, call = models.sharded(models.one_layer_llama, mesh=mesh_of(2, 2))
     data = models.batches(1, 64)
     call(*data[0]).backward()
-    for param, expected in zip(model.parameters(), averaged_gradients(data, models.llama), strict=True):
+    for param, expected in zip(model.parameters(), averaged_gradients(data, models.one_layer_llama), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
 
 
@@ -86,7 +87,7 @@ def test_averages_over_replicas_are_part_of_what_is_predicted():
     for world_size, shape in ((2, None), (4, (2, 2))):
         torch._dynamo.reset()
         with fake_world(world_size):
-            model = vc.fully_shard(models.build(models.llama), mesh=mesh_of(*shape) if shape else None)
+            model = vc.fully_shard(models.build(models.one_layer_llama), mesh=mesh_of(*shape) if shape else None)
             options = {"lowering": "eager", "cluster": models.SLOW_WIRE}
             (graph,) = vc.explain(model, *models.batches(1, 64)[0], options=options).graphs
             predicted.append(graph.parts[Part.BACKWARD].prediction.communication)
@@ -97,8 +98,9 @@ def test_averages_over_replicas_are_part_of_what_is_predicted():
 
 @pytest.mark.slow
 @on_ranks(4, deadline_s=300)
-def test_inductor_lowering_is_that_of_inductor_unsharded():
-    loss, params = test_exactness.compare("Uneven", "inductor", "inductor", 11, steps=3, mesh=mesh_of(2, 2))
+def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
+    build = functools.partial(models.Uneven, 1)
+    loss, params = test_exactness.compare(build, "inductor", "aot_eager", 11, steps=3, mesh=mesh_of(2, 2))
     assert loss < 1e-5
     assert params < 1e-5
 

@@ -37,7 +37,6 @@ def backward_of(model: models.Model = models.deep, **shard_options):
 
 def after_backward(lowering: str = "eager", **shard_options):
     """A model whose gradients have just been computed, and how to compute them once more."""
-    torch._dynamo.reset()
     model = vc.fully_shard(models.build(models.deep), **shard_options)
     call = torch.compile(model, backend="vescale", options={**OPTIONS, "lowering": lowering})
     data = models.batches(1, 11)[0]

@@ -213,7 +213,7 @@ def test_ranks_that_would_schedule_differently_follow_the_first_of_them():
 @on_ranks(2)
 def test_a_rank_alone_compiles_again_for_a_longer_batch_without_another_schedule():
     torch._dynamo.reset()
-    model = vc.fully_shard(models.build(models.deep))
+    model = vc.fully_shard(models.Uneven(3))
     call = torch.compile(model, backend="vescale", options={"lowering": "eager", "deadline": 20}, dynamic=False)
     call(*models.batches(1, 11)[0]).backward()
     before, now = (2, 5), (3, 6) if dist.get_rank() else (2, 5)

@@ -1,6 +1,7 @@
 """Models of several graphs: what a step takes beside the one that is compiled is in its plan, and in its budget."""
 
 import copy
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -47,6 +48,7 @@ def options(budget: int | None = None) -> dict[str, object]:
     return {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": budget}
 
 
+@functools.cache
 def explained(build: models.Model = Broken, budget: int | None = None) -> Sequence[GraphReport]:
     return vc.explain(sharded(build), *models.batches(1, 11)[0], options=options(budget)).graphs
 

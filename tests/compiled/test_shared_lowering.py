@@ -34,7 +34,7 @@ class Unheard(models.Uneven):
     """A model that no cache holds: a number of this run is part of its graph."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers=1)
         number = torch.tensor([random.SystemRandom().random()], dtype=torch.float64)
         dist.broadcast(number, 0)
         self.number = number.item()

@@ -134,7 +134,7 @@ def sums(graph) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("name", ["llama", "hf_llama"])
+@pytest.mark.parametrize("name", ["one_layer_llama", "hf_llama_of_one_layer"])
 def test_a_language_model_copies_nothing_but_sums(name, lowering, without_code_generation):
     with fake_world(2):
         graph = report(getattr(models, name), *models.batches(1, 64)[0], lowering=lowering)
@@ -146,7 +146,7 @@ def test_a_language_model_copies_nothing_but_sums(name, lowering, without_code_g
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_a_mixture_of_experts_copies_what_its_own_operators_compute(lowering, without_code_generation):
     with fake_world(2):
-        graph = report(models.hf_gpt_oss, *models.batches(1, 64)[0], lowering=lowering)
+        graph = report(models.hf_gpt_oss_of_one_layer, *models.batches(1, 64)[0], lowering=lowering)
     assert {(entry.kind, entry.why.partition(",")[0]) for entry in moved(graph) if entry.why != SUM} == {
         (Kind.COPY, "computed by transformers.grouped_mm_fallback_backward.default"),
         (Kind.CONCATENATION, "by the program itself"),  # attention's sinks, behind its scores
@@ -184,7 +184,7 @@ def test_a_product_whose_place_is_not_aligned_is_copied(without_code_generation)
 def test_mixed_precision_casts_shards_and_gradients_and_copies_nothing(without_code_generation):
     policy = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with fake_world(2):
-        graph = report(models.llama, *models.batches(1, 64)[0], lowering="inductor", mp_policy=policy)
+        graph = report(models.one_layer_llama, *models.batches(1, 64)[0], lowering="inductor", mp_policy=policy)
     shards = sum(unit.shard_bytes for unit in graph.units)
     casts = {
         part: sum(entry.nbytes for entry in summary.entries if entry.kind is Kind.CAST and entry.why != SUM)

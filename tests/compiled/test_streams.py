@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from ranks import fake_world
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vescale_compile.runtime import collectives, pool
+from vescale_compile.runtime import arrivals, collectives, pool
 
 
 class Streams:
@@ -41,11 +42,20 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
-    def record_event(self) -> str:
-        return f"all of {self.name} up to line {len(self.log)}"
+    def record_event(self) -> "Event":
+        return Event(f"all of {self.name} up to line {len(self.log)}")
 
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
+    def wait_event(self, event: "Event") -> None:
+        self.log.append(f"{self.name} waits for {event.what}")
+
+
+@dataclass
+class Event:
+    what: str
+    over: bool = False
+
+    def query(self) -> bool:
+        return self.over
 
 
 @pytest.fixture
@@ -127,3 +137,33 @@ def test_the_average_over_replicas_follows_the_reduction_on_its_stream(gpu: Stre
         "communication0: all_reduce",
         "compute0 waits for all of communication0 up to line 5",
     ]
+
+
+def left(gpu: Streams) -> arrivals.Arrival:
+    """What a reduction on the current stream writes."""
+    arrival = arrivals.Arrival(0, memory(4), (memory(8),), lambda: None, gpu.current)
+    arrivals._arrivals[1] = arrival
+    return arrival
+
+
+def test_what_was_left_in_flight_is_freed_when_its_stream_has_waited_for_it(gpu: Streams) -> None:
+    arrival = left(gpu)
+    arrivals.settle()
+    assert not arrivals._kept and not arrival.uses
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_where_another_stream_has_waited_it_is_freed_when_that_is_through_or_the_first_waits_too(
+    gpu: Streams, through: bool
+) -> None:
+    """PyTorch's allocator would give its memory to the first stream at once."""
+    arrival = left(gpu)
+    another = gpu.create("another")
+    with gpu.use(another):
+        arrivals.settle()
+        assert arrivals._kept == [arrival] and arrival.uses
+        arrival._done.over = through
+    with gpu.use(another if through else gpu.current):
+        arrivals.settle()
+    assert not arrivals._kept and not arrival.uses
+    assert gpu.log[-1].startswith("compute0 waits for all of another0") != through

@@ -19,7 +19,7 @@ OPTIONS = {"lowering": "eager"}
 def distilled(tokens: torch.Tensor, labels: torch.Tensor, *, sharded: bool) -> list[torch.Tensor]:
     """Gradients of a student and of its teacher, averaged over the ranks."""
     torch._dynamo.reset()
-    both = [models.build(models.deep, seed) for seed in (0, 1)]
+    both = [models.build(models.Uneven, seed) for seed in (0, 1)]
     student, teacher = map(vc.fully_shard, both) if sharded else both
     options = {"backend": "vescale", "options": OPTIONS} if sharded else {"backend": "aot_eager"}
     torch.compile(lambda: (student(tokens, labels) - teacher(tokens, labels)).square(), **options)().backward()
@@ -41,7 +41,7 @@ def test_a_student_and_a_teacher_in_one_graph_have_the_gradients_of_unsharded_on
 class Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.models = nn.ModuleList(vc.fully_shard(models.build(models.deep)) for _ in range(2))
+        self.models = nn.ModuleList(vc.fully_shard(models.build(models.Uneven)) for _ in range(2))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self.models[0](tokens, labels) + self.models[1](tokens, labels)
@@ -52,8 +52,8 @@ def test_units_of_two_models_are_told_apart_in_the_report():
         torch._dynamo.reset()
         (graph,) = vc.explain(Both(), *models.batches(1, 11)[0], options=OPTIONS).graphs
     names = [unit.name for unit in graph.units]
-    assert len(set(names)) == len(names) == 14
-    assert names.count("layers.3") == names.count("layers.3 of model 2") == 1
+    assert len(set(names)) == len(names) == 6
+    assert names.count("layers.1") == names.count("layers.1 of model 2") == 1
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def warnings_of(caplog):
 
 def test_a_parameter_that_was_added_after_sharding_is_named_once(warnings_of):
     with fake_world(2):
-        model = vc.fully_shard(models.build(models.deep))
+        model = vc.fully_shard(models.build(models.Uneven))
         model.head = nn.Sequential(model.head, nn.Linear(11, 11, bias=False))
         warnings_of(model)
         logged = warnings_of(model)
@@ -82,7 +82,7 @@ def test_a_parameter_that_was_added_after_sharding_is_named_once(warnings_of):
 
 def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of):
     with fake_world(2):
-        model = models.build(models.deep)
+        model = models.build(models.Uneven)
         vc.fully_shard(model, ignored_params=set(model.head.parameters()))
         model.embed = nn.Sequential(model.embed, nn.Linear(13, 13).requires_grad_(False))
         assert "is not averaged" not in warnings_of(model)
@@ -90,7 +90,7 @@ def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of):
 
 def test_one_rank_averages_with_nobody(warnings_of):
     with fake_world(1):
-        model = vc.fully_shard(models.build(models.deep))
+        model = vc.fully_shard(models.build(models.Uneven))
         model.head = nn.Sequential(model.head, nn.Linear(11, 11))
         assert "is not averaged" not in warnings_of(model)
 

@@ -1,16 +1,20 @@
 """Ranks that use different parameters of one unit in a step: gradients are right, and on all ranks or none."""
 
+from datetime import timedelta
+
 import models
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
 from vescale_compile.runtime.agreement import RanksDisagree
 from vescale_compile.runtime.unshard import ParamView, _unused
+from vescale_compile.sharded_module import buffers_in
 
 
 class Branches(nn.Module):
@@ -108,6 +112,35 @@ def test_graphs_that_are_compiled_for_different_branches_are_refused():
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="without gradients of parameters at") as error:
         call(torch.randn(4, 9), 0, 1 + dist.get_rank())
     assert isinstance(error.value.inner_exception, RanksDisagree)
+
+
+class Parts(nn.Module):
+    """Has parts that are alike, and large enough to be gathered each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(600, 600) for _ in range(3))
+
+    def forward(self, x, name):
+        return getattr(self, name)(self.first(x)).sum()
+
+
+class OneBlock(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block])
+
+    def forward(self, *args):
+        return self.layers[0](*args)
+
+
+@on_ranks(2)
+def test_ranks_that_use_different_parts_of_a_unit_take_none_for_another():
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model, _ = models.sharded(lambda: OneBlock(Parts()), compile=None, mesh=DeviceMesh.from_group(group, "cpu"))
+    assert len(buffers_in(model)) == 3
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
+        model(torch.ones(2, 600), ("second", "third")[dist.get_rank()])
 
 
 @on_ranks(2)

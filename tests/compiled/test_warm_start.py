@@ -1,10 +1,12 @@
 """A second process finds what a first has compiled, without passes or code generation, and goes on as if it had."""
 
 import functools
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import models
 import pytest
@@ -30,7 +32,6 @@ pytestmark = pytest.mark.slow  # left out of `make test-fast`
 ODD = 1  # the rank that differs
 BOTH = [Part.FORWARD, Part.BACKWARD]
 ALL = [*BOTH, Part.INFERENCE]
-QUANTIZED = {"quantize": vc.BlockInt8(block=16), "quantize_gradients": vc.BlockInt8(block=16)}
 
 
 @contextmanager
@@ -49,6 +50,14 @@ def empty_cache() -> Iterator[None]:
 
 
 @contextmanager
+def copy_of(filled: Path) -> Iterator[None]:
+    """For this rank alone: a cache that holds what `trained` compiles."""
+    with tempfile.TemporaryDirectory() as folder, cache_in(folder):
+        shutil.copytree(filled / f"rank{dist.get_rank()}", folder, dirs_exist_ok=True)
+        yield
+
+
+@contextmanager
 def passes() -> Iterator[list[Part]]:
     """The graphs that went through the passes inside, where compilers remember nothing from before."""
     torch._dynamo.reset()
@@ -63,37 +72,59 @@ def passes() -> Iterator[list[Part]]:
         yield ran
 
 
-def trained(cluster=None, **shard_options) -> tuple[list[float], dict, list]:
-    """Losses, parameters and reports of a model that is trained for two steps, and evaluated."""
-    model = vc.fully_shard(models.build(models.Uneven), **shard_options)
+def trained(
+    cluster=None, lowering="inductor", steps=2, keeps_one=False, **shard_options
+) -> tuple[list[float], dict, list]:
+    """Losses, parameters and reports of a model that is trained for a few steps, and evaluated. It may keep one of its
+    layers for the backward, and no other."""
+    model = models.build(models.Uneven)
+    if keeps_one:
+        vc.fully_shard(model.layers[0], reshard_after_forward=False, **shard_options)
+    vc.fully_shard(model, **shard_options)
     reports: list[GraphReport] = []
-    options = {"cluster": cluster}
+    options = {"cluster": cluster, "lowering": lowering}
     call = torch.compile(model, backend=functools.partial(vescale, options=options, on_compiled=reports.append))
-    data = models.batches(2, 11)
+    data = models.batches(steps, 11)
     losses = models.train(call, model.parameters(), data)
     with torch.no_grad():
         losses.append(call(*data[0]).item())
     return losses, {name: param.full_tensor() for name, param in model.named_parameters()}, reports
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shard_options",
-    [{}, {"reshard_after_forward": False, **QUANTIZED}],
-    ids=["resharded", "kept, quantized"],
-)
-@on_ranks(2)
-def test_a_warm_start_trains_and_reports_as_the_cold_one_did(shard_options):
+def cold_and_warm(**options) -> list[float]:
+    """The losses of a cold start, which a warm one must repeat to the bit, with its parameters and reports; of a model
+    with units that are resharded and one that is kept."""
     with empty_cache():
         with passes() as ran:
-            losses, params, reports = trained(**shard_options)
+            losses, params, reports = trained(keeps_one=True, **options)
         assert ran == ALL
+        assert {unit.after_forward for unit in reports[0].units} == {"resharded", "kept"}
         with passes() as ran:
-            warm_losses, warm_params, warm_reports = trained(**shard_options)
+            warm_losses, warm_params, warm_reports = trained(keeps_one=True, **options)
         assert ran == []
     assert warm_losses == losses
     assert all(torch.equal(warm_params[name], param) for name, param in params.items())
     assert warm_reports == reports and len(reports) == 2
+    return losses
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_warm_start_trains_and_reports_as_the_cold_one_did():
+    """So does one of a quantized model: tests/quantize/test_training.py."""
+    cold_and_warm()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory) -> Path:
+    """A cache of each of two ranks, with what `trained` compiles."""
+    folder = tmp_path_factory.mktemp("filled")
+    run_on_ranks(2, fill, folder)
+    return folder
+
+
+def fill(folder: Path) -> None:
+    losses_and_passes(str(folder / f"rank{dist.get_rank()}"))
 
 
 def losses_and_passes(folder: str) -> tuple[list[float], list[Part]]:
@@ -112,24 +143,21 @@ def test_another_process_finds_what_was_compiled(tmp_path):
 
 
 @on_ranks(2)
-def test_what_a_schedule_rests_on_is_part_of_what_is_looked_for():
-    with empty_cache():
-        with passes():
-            trained()
+def test_what_a_schedule_rests_on_is_part_of_what_is_looked_for(filled):
+    with copy_of(filled):
         for other in ({"cluster": models.SLOW_WIRE}, {"reshard_after_forward": False}):
             with passes() as ran:
                 trained(**other)
             assert ran == ALL
-        with passes() as ran:
-            trained(cluster=models.SLOW_WIRE)
-        assert ran == []
+        for same in ({}, {"cluster": models.SLOW_WIRE}):
+            with passes() as ran:
+                trained(**same)
+            assert ran == []
 
 
 @on_ranks(2)
-def test_what_another_version_compiled_is_not_found():
-    with empty_cache(), pytest.MonkeyPatch.context() as patch:
-        with passes():
-            trained()
+def test_what_another_version_compiled_is_not_found(filled):
+    with copy_of(filled), pytest.MonkeyPatch.context() as patch:
         patch.setattr("vescale_compile.warm_start.sources", lambda: "another")
         with passes() as ran:
             trained()
@@ -139,8 +167,8 @@ def test_what_another_version_compiled_is_not_found():
 @on_ranks(2)
 def test_a_graph_that_is_dynamic_in_the_batch_is_found_for_the_batch_that_it_was_scheduled_for():
     def run(size: int) -> None:
-        call = torch.compile(vc.fully_shard(models.build(models.Uneven)), backend="vescale", dynamic=True)
-        call(*models.batches(1, 11, shape=(size, 12))[0]).backward()
+        model = vc.fully_shard(nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 13)))
+        torch.compile(model, backend="vescale", dynamic=True)(torch.ones(size, 13)).sum().backward()
 
     with empty_cache():
         for size, expected in ((2, BOTH), (3, BOTH), (2, [])):
@@ -195,10 +223,8 @@ def schedules(reports: list[GraphReport]) -> list[tuple[str, ...]]:
 
 
 @on_ranks(2)
-def test_who_wants_to_see_the_graphs_gets_them_from_the_passes(tmp_path):
-    with empty_cache(), pytest.MonkeyPatch.context() as patch:
-        with passes():
-            trained()
+def test_who_wants_to_see_the_graphs_gets_them_from_the_passes(filled, tmp_path):
+    with copy_of(filled), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_DUMP", str(tmp_path))
         with passes() as ran:
             trained()
@@ -207,14 +233,11 @@ def test_who_wants_to_see_the_graphs_gets_them_from_the_passes(tmp_path):
 
 
 @on_ranks(2)
-def test_depyf_gets_the_graphs_from_the_passes_too(tmp_path):
+def test_depyf_gets_the_graphs_from_the_passes_too(filled, tmp_path):
     import depyf
 
-    with empty_cache():
-        with passes():
-            trained()
-        with depyf.prepare_debug(str(tmp_path / f"rank{dist.get_rank()}")), passes() as ran:
-            trained()
+    with copy_of(filled), depyf.prepare_debug(str(tmp_path / f"rank{dist.get_rank()}")), passes() as ran:
+        trained()
     assert ran == ALL
 
 

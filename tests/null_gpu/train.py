@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -19,7 +20,13 @@ QUANTIZED = {"quantize": vc.BlockFP8((64, 64)), "quantize_gradients": vc.BlockIn
 
 
 def train(
-    rank: int, folder: str, quantized: bool, options: dict[str, object], world_size: int, rendezvous: str
+    rank: int,
+    folder: str,
+    quantized: bool,
+    micro_batches: int,
+    options: dict[str, object],
+    world_size: int,
+    rendezvous: str,
 ) -> None:
     os.environ["NULL_GPU_LOG"] = f"{folder}/rank{rank}.log"
     log = ctypes.CDLL(None).null_gpu_log
@@ -35,10 +42,16 @@ def train(
     vc.fully_shard(model, mp_policy=precision, **QUANTIZED if quantized else {})
     compiled = torch.compile(model, backend="vescale", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    report = vc.explain(compiled, tokens, tokens)
+    accumulating = vc.no_sync if micro_batches > 1 else contextlib.nullcontext
+    with accumulating(model):
+        report = vc.explain(compiled, tokens, tokens)
     for step in range(STEPS):
         log(b"step %d", step)
         torch.cuda.reset_peak_memory_stats()
+        with accumulating(model):
+            for _ in range(micro_batches - 1):
+                compiled(tokens, tokens).backward()
+        log(b"micro_batch %d", micro_batches - 1)
         compiled(tokens, tokens).backward()
         peak = torch.cuda.max_memory_allocated() - before
         optimizer.step()

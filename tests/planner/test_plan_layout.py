@@ -8,14 +8,14 @@ from plan_references import all_layouts, is_valid, items
 from vescale_compile.planner.layout import Item, Layout, aligned_start, earliest_start, place_aligned, place_in_order
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(items(30), st.integers(0, 60), st.integers(1, 30))
 def test_earliest_start_is_the_first_valid_one(item: Item, position: int, shard: int) -> None:
     first = next((s for s in range(position, position + 3 * shard) if is_valid(s, item, shard)), None)
     assert earliest_start(position, item, shard) == first
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.lists(items(7), min_size=1, max_size=4), st.integers(1, 12), st.integers(1, 3))
 def test_no_layout_of_an_order_ends_before_the_earliest_starts_do(
     order: list[Item], shard: int, world_size: int
@@ -28,7 +28,7 @@ def test_no_layout_of_an_order_ends_before_the_earliest_starts_do(
         assert tuple(starts) == min(layouts, key=lambda layout: layout[-1])
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(items(30), st.integers(0, 60), st.integers(1, 8), st.sampled_from([2, 4, 8]))
 def test_an_aligned_start_is_the_first_that_is_valid_and_aligned(
     item: Item, position: int, shards: int, alignment: int

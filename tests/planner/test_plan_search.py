@@ -36,7 +36,7 @@ def test_small_buffers_get_the_smallest_shard_and_its_proof(seeds: range) -> Non
         assert (found.shard, found.bound) == (best, best), (seed, instance)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(small, worlds, alignments)
 def test_a_kept_order_gets_the_smallest_shard_of_that_order(
     instance: list[Item], world_size: int, alignment: int
@@ -46,14 +46,14 @@ def test_a_kept_order_gets_the_smallest_shard_of_that_order(
     assert found.items == tuple(instance)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(small, worlds, alignments)
 def test_the_bound_never_exceeds_the_optimum(instance: list[Item], world_size: int, alignment: int) -> None:
     bound = shard_lower_bound(Counter(instance), world_size, alignment)
     assert bound <= smallest_shard(instance, world_size, alignment)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(items(12), min_size=2, max_size=5), st.integers(1, 4), worlds)
 def test_the_bound_for_any_split_holds_for_every_split_in_two(instance: list[Item], cut: int, world_size: int) -> None:
     parts = [part for part in (instance[:cut], instance[cut:]) if part]
@@ -61,7 +61,7 @@ def test_the_bound_for_any_split_holds_for_every_split_in_two(instance: list[Ite
     assert split_lower_bound(Counter(instance), world_size, 2) <= together
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(items(40), st.integers(1, 50))
 def test_below_its_freedom_threshold_an_item_needs_a_divisor_of_the_shard(item: Item, shard: int) -> None:
     possible = earliest_start(0, item, shard) is not None
@@ -84,7 +84,7 @@ def test_larger_buffers_do_no_worse_than_the_published_algorithm(seeds: range) -
         assert found.bound <= found.shard <= published_shard(instance, world_size, 8), (seed, instance)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(small, worlds, st.integers(1, 24))
 def test_a_greedy_order_holds_every_item_and_fits(instance: list[Item], world_size: int, shard: int) -> None:
     if any(earliest_start(0, item, shard) is None for item in instance):

@@ -28,7 +28,7 @@ def units(draw: st.DrawFn) -> list[TensorSpec]:
     return [TensorSpec(f"t{i}", draw(shapes), draw(st.sampled_from([2, 4])), draw(granularities)) for i in range(count)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(units(), st.integers(1, 6), st.sampled_from([1, 16, 24]), st.booleans())
 def test_every_plan_places_all_tensors_whole_in_blocks(
     unit: list[TensorSpec], world_size: int, alignment_bytes: int, keep_order: bool
@@ -51,7 +51,7 @@ def test_every_plan_places_all_tensors_whole_in_blocks(
         assert buffer.padding_numel == owner.count(None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(units(), st.integers(1, 6))
 def test_ragged_shards_describe_the_intervals(unit: list[TensorSpec], world_size: int) -> None:
     for buffer in plan_unit(unit, world_size).buffers:

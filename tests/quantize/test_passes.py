@@ -40,7 +40,7 @@ def explained(**options):
 @on_ranks(2)
 def test_the_census_counts_what_a_profiler_sees():
     options = {"quantize": vc.BlockFP8((8, 8)), "quantize_gradients": vc.BlockInt8(32)}
-    graphs, step, profile = counted(models.llama, "eager", 64, **options)
+    graphs, step, profile = counted(models.one_layer_llama, "eager", 64, **options)
     for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.BUFFER):
         assert {key: graphs[key] for key in graphs if kind in key} == {key: step[key] for key in step if kind in key}
     moved = total(graphs, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
@@ -55,7 +55,7 @@ def test_the_census_counts_what_a_profiler_sees():
 @on_ranks(2, deadline_s=600)
 def test_compiled_kernels_copy_nothing_from_or_to_what_travels():
     options = {"quantize": vc.BlockInt8(32), "quantize_gradients": vc.BlockInt8(32)}
-    profile = counted(models.llama, "inductor", 64, **options).profile
+    profile = counted(models.one_layer_llama, "inductor", 64, **options).profile
     assert profile.copies.copied_bytes == profile.copies.cast_bytes == profile.copies.copy_in_bytes == 0
 
 

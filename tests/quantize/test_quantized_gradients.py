@@ -194,19 +194,32 @@ def test_grad_scaler_skips_a_step_with_an_infinity():
     assert all(param.full_tensor().count_nonzero() == 0 for param in module.parameters())
 
 
+@on_ranks(2)
+def test_units_of_two_modules_that_were_sharded_by_themselves_are_told_apart_in_the_state():
+    model = torch.nn.ModuleDict({name: sharded() for name in ("encoder", "decoder")})
+    for name, times in (("encoder", 1), ("decoder", 2)):
+        for _ in range(times):
+            model[name](*given(0)).backward()
+    state = vc.rounding_state(model)
+    assert sorted(state.values()) == [1, 2]
+    assert all(name.startswith(("encoder.", "decoder.")) for name in state)
+    vc.load_rounding_state(model, dict.fromkeys(state, 5))
+    assert vc.rounding_state(model["encoder"]).popitem()[1] == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["eager", None])
 @on_ranks(2)
 def test_micro_batches_are_summed_and_quantized_once(lowering):
     torch._dynamo.reset()
     options = {"quantize_gradients": vc.BlockInt8(32)}
-    model, call = models.sharded(models.llama, compile=lowering, **options)
+    model, call = models.sharded(models.one_layer_llama, compile=lowering, **options)
     first, second = models.batches(2, 64)
     with vc.no_sync(model):
         call(*first).backward()
     call(*second).backward()
     assert set(vc.rounding_state(model).values()) == {1}
-    reference = models.build(models.llama)
+    reference = models.build(models.one_layer_llama)
     for batch in (first, second):
         reference(*batch).backward()
     models.average_gradients(reference)
@@ -223,7 +236,7 @@ def test_graphs_and_eager_mode_round_alike():
     for lowering in ("eager", None):
         torch._dynamo.reset()
         options = {"quantize": vc.BlockInt8(32), "quantize_gradients": vc.BlockInt8(32, seed=5)}
-        model, call = models.sharded(models.llama, compile=lowering, **options)
+        model, call = models.sharded(models.one_layer_llama, compile=lowering, **options)
         losses.append(models.train(call, model.parameters(), data))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 

@@ -19,7 +19,7 @@ def split(graph: TaskGraph, parts: int) -> TaskGraph:
     return TaskGraph(tuple(tasks), tuple(type(graph.transfers[0])(**each) for each in fields))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(sharded_steps(4), st.integers(2, 5))
 def test_parts_of_a_task_are_joined_again(graph: TaskGraph, parts: int) -> None:
     coarse = coarsen(split(graph, parts), 1)
@@ -29,7 +29,7 @@ def test_parts_of_a_task_are_joined_again(graph: TaskGraph, parts: int) -> None:
     assert least_peak(coarse.graph) == least_peak(split(graph, parts))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(sharded_steps(3), st.integers(0, 6))
 def test_a_coarse_schedule_does_the_same_in_the_fine_graph(graph: TaskGraph, room: int) -> None:
     fine = split(graph, 4)

@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 
 import pytest
+from exhaustive import best_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import any_graphs, sharded_steps
@@ -16,15 +17,14 @@ from vescale_compile.schedule import (
     Scheduled,
     TaskGraph,
     Transfer,
-    best_schedule,
     find_schedule,
     least_peak,
     simulate,
 )
 
 room = st.integers(0, 6)
-examples = settings(max_examples=40, deadline=None, derandomize=True)
-few_examples = settings(max_examples=10, deadline=None, derandomize=True)
+examples = settings(max_examples=40, derandomize=True)
+few_examples = settings(max_examples=10, derandomize=True)
 
 
 def optimum(graph: TaskGraph, budget: int | None = None) -> float:
@@ -57,11 +57,12 @@ def test_two_units_are_scheduled_as_exhaustive_search_does(steps: st.SearchStrat
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(sharded_steps(3), room)
 def test_three_units_are_scheduled_within_5_percent_of_the_optimum(graph: TaskGraph, room: int) -> None:
     budget = least_peak(graph) + room
-    assert find_schedule(graph, budget).timeline.makespan <= 1.05 * optimum(graph, budget)
+    found = find_schedule(graph, budget)
+    assert best_schedule(graph, budget, below=found.timeline.makespan / 1.05 * (1 - 1e-9)) is None
 
 
 @examples
@@ -71,7 +72,7 @@ def test_no_schedule_is_faster_than_the_lower_bound(graph: TaskGraph, room: int)
     assert find_schedule(graph, budget).bound.makespan <= optimum(graph, budget) * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(any_graphs(), room)
 def test_schedules_of_any_graph_lie_between_the_bound_and_one_and_a_half_times_the_optimum(
     graph: TaskGraph, room: int

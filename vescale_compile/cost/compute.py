@@ -19,6 +19,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import FlopCounterMode
 
 from vescale_compile.cost.devices import Device
+from vescale_compile.rng_calls import example_values, plain_node
 from vescale_compile.schemas import written_by
 from vescale_compile.torch_internals import size_hint
 
@@ -72,7 +73,7 @@ def compute_seconds(nodes: Iterable[fx.Node], device: Device, *, fused: bool = T
     """
     nodes = list(nodes)
     formulas: Mapping[Any, Callable[..., int]] = FlopCounterMode(display=False).flop_registry
-    return {node: _seconds(node, device, formulas, fused) for node in nodes}
+    return {node: _seconds(plain_node(node) or node, device, formulas, fused) for node in nodes}
 
 
 def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
@@ -83,7 +84,7 @@ def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
     if not isinstance(node.target, OpOverload):
         return 0
     if node.target.name() == "vescale::matmul_into":
-        out, a, *_ = _values(node.args)
+        out, a, *_ = example_values(node.args)
         return 2 * size_hint(out.numel()) * size_hint(a.shape[-1])
     packet = node.target.overloadpacket
     formula = formulas.get(_LIKE.get(packet, packet))
@@ -98,10 +99,10 @@ def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
 
 
 def _evaluated(formula: Callable[..., int], node: fx.Node, packet: OpOverloadPacket) -> int:
-    args = _values(node.args)
+    args = example_values(node.args)
     if "scaled_dot_product" in packet.__name__:
         args = _with_all_heads(args)
-    return size_hint(formula(*args, **_values(node.kwargs), out_val=node.meta.get("val")))
+    return size_hint(formula(*args, **example_values(node.kwargs), out_val=node.meta.get("val")))
 
 
 def _warn_raising(packet: OpOverloadPacket, error: Exception) -> None:
@@ -251,10 +252,6 @@ def _argument(node: fx.Node, name: str) -> Any:
     names = [argument.name for argument in node.target._schema.arguments]
     place = names.index(name) if name in names else len(node.args)
     return node.args[place] if place < len(node.args) else None
-
-
-def _values(args: Any) -> Any:
-    return fx.node.map_arg(args, lambda node: node.meta["val"])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch_internals import mark_dynamic, rounds_as_operators
+from ..torch_internals import rounds_as_operators
 from .blockwise import LEAST_SCALE, Codebook, block_scales, codebook, dequantize, quantize
 
 _MOST_KERNELS = 256  # block sizes times dtypes times devices, before compiling fails; by default it would be 8
@@ -66,8 +66,9 @@ class Coefficients(NamedTuple):
     def for_operators(self, device: torch.device) -> Coefficients:
         """With the divisors on ``device``: on a GPU, PyTorch's operators multiply by the reciprocal of a number that is
         on the CPU instead of dividing by it."""
-        divisors = self.correction1.to(device), self.correction2.to(device)
-        return self._replace(correction1=divisors[0], correction2=divisors[1])
+        # Filled there, because a copy from the CPU would wait for it.
+        first, second = (torch.full((), float(each), device=device) for each in (self.correction1, self.correction2))
+        return self._replace(correction1=first, correction2=second)
 
 
 class Codebooks(NamedTuple):
@@ -163,6 +164,6 @@ def run_compiled(function: Callable[..., None], tensors: Sequence[Tensor], *rest
     for tensor in tensors:
         for dim in range(0, tensor.ndim, 2):
             if tensor.shape[dim] > 1:
-                mark_dynamic(tensor, dim)
+                torch._dynamo.mark_dynamic(tensor, dim)
     with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
         _compiled(tensors[0].device.type, function)(tensors, *rest)

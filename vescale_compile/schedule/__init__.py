@@ -7,7 +7,6 @@ what it does. Nothing here knows of PyTorch.
 from vescale_compile.schedule.bound import Bound, lower_bound
 from vescale_compile.schedule.budget import BudgetError, check_budget, least_peak
 from vescale_compile.schedule.early import launched_early
-from vescale_compile.schedule.exhaustive import best_schedule
 from vescale_compile.schedule.graph import Compute, TaskGraph, Transfer
 from vescale_compile.schedule.machine import ScheduleError
 from vescale_compile.schedule.program import Instruction, Launch, Placement, Run, Schedule, Wait
@@ -30,7 +29,6 @@ __all__ = [
     "Transfer",
     "TransferSpan",
     "Wait",
-    "best_schedule",
     "check_budget",
     "find_schedule",
     "launched_early",

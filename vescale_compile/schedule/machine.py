@@ -1,6 +1,6 @@
 """The machine that schedules are made for: it runs instructions one by one, and knows time and memory.
 
-It is the one model of execution: the list scheduler asks it what is going on, the exhaustive search forks it,
+It is the one model of execution: the list scheduler asks it what is going on, an exhaustive search forks it,
 and the simulator's report is its record. Times are in seconds, memory in bytes.
 
 - A compute task runs when everything before it in the program is done, and all transfers it reads are.

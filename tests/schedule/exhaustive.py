@@ -9,6 +9,7 @@ where they are read; sooner frees nothing and could only stall.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from vescale_compile.schedule.graph import TaskGraph
@@ -18,17 +19,18 @@ from vescale_compile.schedule.machine import Machine
 from vescale_compile.schedule.program import Schedule
 
 
-def best_schedule(graph: TaskGraph, budget: int | None = None) -> Schedule | None:
+def best_schedule(graph: TaskGraph, budget: int | None = None, below: float = math.inf) -> Schedule | None:
     """The schedule of the least makespan whose peak memory is at most ``budget`` bytes; None if there is none.
 
-    Its time grows exponentially: it is for graphs of about ten transfers.
+    Its time grows exponentially: it is for graphs of about ten transfers. Only schedules of a makespan less than
+    ``below`` are looked for, the faster the lower that is.
     """
     best: Machine | None = None
     repeats = [index for index, transfer in enumerate(graph.transfers) if transfer.repeats is not None]
     for count in range(len(repeats) + 1):
         for kept in map(frozenset, itertools.combinations(repeats, count)):
             for grouping in _groupings(graph, kept):
-                best = _Search(Lifetimes(graph, kept), grouping, budget, best).best
+                best = _Search(Lifetimes(graph, kept), grouping, budget, below, best).best
     return Schedule(tuple(best.instructions), best.lifetimes.kept) if best else None
 
 
@@ -57,10 +59,12 @@ def _partitions(items: list[int]) -> list[Grouping]:
 class _Search:
     """Depth first through all programs of the jobs of one frame."""
 
-    def __init__(self, lifetimes: Lifetimes, grouping: Grouping, budget: int | None, best: Machine | None) -> None:
+    def __init__(
+        self, lifetimes: Lifetimes, grouping: Grouping, budget: int | None, below: float, best: Machine | None
+    ) -> None:
         self.jobs = [job for job in make_jobs(lifetimes, grouping) if _possible(job)]
         self.elapsed = lifetimes.graph.elapsed
-        self.budget, self.best = budget, best
+        self.budget, self.below, self.best = budget, below, best
         self.seen: set[object] = set()
         if len(self.jobs) == len(make_jobs(lifetimes, grouping)):
             self._visit(Machine(lifetimes))
@@ -68,7 +72,7 @@ class _Search:
     def _visit(self, machine: Machine) -> None:
         if self.budget is not None and machine.peak > self.budget:
             return
-        if self.best is not None and self._least_makespan(machine) >= self.best.now:
+        if self._least_makespan(machine) >= (self.below if self.best is None else self.best.now):
             return
         state = (
             machine.position,

@@ -1,0 +1,141 @@
+"""What a unit's reductions need beside the gradients of one backward: those that accumulated before, and how to round.
+
+A graph serves every unit that is laid out alike, so it takes, beside a unit's shard, a tensor that names the unit's
+:class:`Reductions`. It serves forwards inside ``no_sync`` and outside: whether a backward's gradients are reduced or
+held back says the autograd node that will receive them, which is the forward's own. What a graph has saved need not be,
+where it runs again in a checkpointed region.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import ReceivesGradients, receivers_of_gradients, will_run
+from .rounding import Rounding
+
+_numbers = itertools.count()
+
+
+class Reductions:
+    """Those of one unit.
+
+    Attributes:
+        rounding: the stream that quantized gradients are rounded by.
+        unreduced: [world_size * S] in the reduction's dtype: the sum of gradients that were held back, which the next
+            reduction adds to what it sends; None if there are none.
+    """
+
+    def __init__(self, rounding: Rounding) -> None:
+        self.rounding = rounding
+        self.unreduced: Tensor | None = None
+        self._held: set[int] = set()
+        self._sent: set[int] = set()
+        self._compiled = True
+        number = next(_numbers)
+        self._handles = torch.arange(2 * number, 2 * number + 2, device="cpu").split(1)
+        _living[number] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reductions:
+        copied = Reductions(copy.copy(self.rounding))
+        copied.unreduced = copy.deepcopy(self.unreduced, memo)
+        copied._held, copied._sent, copied._compiled = set(self._held), set(self._sent), self._compiled
+        return copied
+
+    def handle(self, *, accumulates: bool) -> Tensor:
+        """[1] int64 on the CPU: names this in graphs, of gradients that may be held back or that never are."""
+        return self._handles[int(accumulates)]
+
+    def hold(self, full: Tensor) -> None:
+        """Adds an unreduced gradient [world_size * S], in one kernel; :meth:`held` says of which parameters."""
+        if self.unreduced is None:
+            self.unreduced = full.clone()
+        else:
+            self.unreduced.add_(full)
+
+    def held(self, params: set[int], *, compiled: bool) -> None:
+        """Takes down the indices of parameters whose gradients were held back, and whether a graph computed them."""
+        self._held |= params
+        self._compiled = self._compiled and compiled
+
+    def take(self) -> Tensor | None:
+        """Returns the sum, which is about to be sent, and forgets it."""
+        taken, self.unreduced = self.unreduced, None
+        self._sent |= self._held
+        self._held = set()
+        return taken
+
+    def sent(self) -> tuple[set[int], bool]:
+        """The parameters of what was taken since the last call, and whether graphs computed all of it."""
+        found = self._sent, self._compiled or not self._sent
+        self._sent, self._compiled = set(), self._compiled or not self._held
+        return found
+
+    def forget(self) -> None:
+        """Drops what was held back."""
+        self.take()
+        self.sent()
+
+
+_living: WeakValueDictionary[int, Reductions] = WeakValueDictionary()
+
+
+def reductions_of(handle: Tensor) -> Reductions:
+    """What a handle names; its unit is alive while a graph runs with it."""
+    return _living[int(handle.item()) // 2]
+
+
+@torch.no_grad()
+def held_back(full: Tensor, shard: Tensor, handle: Tensor | None) -> bool:
+    """Whether a gradient is not to be reduced now, and was added to those that are held back, if anybody wants it.
+
+    Args:
+        full: the gradient, [world_size * S].
+        shard: [S], for what is reduced of it; zeros where nothing is, which nobody reads but autograd's anomaly mode.
+        handle: of the unit's reductions; None where nothing ever accumulates.
+    """
+    if handle is None or not _accumulates(handle):
+        return False
+    receiver = _receiver(reductions_of(handle))
+    if receiver is None or receiver.reduces:
+        return False
+    if will_run(receiver):
+        reductions_of(handle).hold(full)
+    shard.zero_()
+    return True
+
+
+def with_held(full: Tensor, handle: Tensor | None) -> Tensor:
+    """A gradient that is about to be reduced, [world_size * S], and what was held back before, in memory of the latter
+    if there is any."""
+    total = _taken(handle)
+    return full if total is None else total.add_(full)
+
+
+def add_held(full: Tensor, handle: Tensor | None) -> None:
+    """Adds what was held back to a gradient that is about to be reduced, [world_size * S]."""
+    if (total := _taken(handle)) is not None:
+        full.add_(total)
+
+
+def _taken(handle: Tensor | None) -> Tensor | None:
+    """What was held back, unless nobody wants what will be reduced."""
+    if handle is None or (reductions := reductions_of(handle)).unreduced is None:
+        return None
+    receiver = _receiver(reductions)
+    return reductions.take() if receiver is None or will_run(receiver) else None
+
+
+def _accumulates(handle: Tensor) -> bool:
+    return handle.item() % 2 == 1
+
+
+def _receiver(reductions: Reductions) -> ReceivesGradients | None:
+    """What will receive the unit's gradients; None outside of backwards."""
+    receivers = (each for each in receivers_of_gradients() if each.buffer.reductions is reductions)
+    return next(receivers, None)
