@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from vescale_compile.planner import Granularity, TensorSpec
+from vescale_compile.planner import Granularity, TensorSpec, plan_unit
 from vescale_compile.units import find_units, group_by_buffer
 
 GranularityRule = Callable[[str, tuple[int, ...]], Granularity | None]
@@ -64,18 +64,31 @@ def from_hf_config(path: Path) -> nn.Module:
             return AutoModel.from_config(config)
 
 
-def unit_specs(model: nn.Module, granularity: GranularityRule) -> dict[str, list[TensorSpec]]:
-    """The tensors of each unit that ``fully_shard(model)`` would make.
+def unit_specs(
+    model: nn.Module, granularity: GranularityRule, world_size: int, alignment_bytes: int
+) -> dict[str, list[TensorSpec]]:
+    """The tensors of each unit that ``fully_shard(model)`` would make on so many ranks.
 
     Parameters of one unit that differ in dtype or in whether they are trained, or are read at different times, have
     buffers of their own, and so are units of their own here, named ``unit#0``, ``unit#1`` and so on.
     """
+
+    def tensors(params: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
+        return [
+            TensorSpec(name, tuple(p.shape), p.element_size(), granularity(name, tuple(p.shape)))
+            for name, p in params.items()
+        ]
+
+    def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
+        plans = (
+            plan_unit(tensors(group), world_size, alignment_bytes=alignment_bytes)
+            for group in group_by_buffer([params])
+        )
+        return sum(buffer.shard_numel * buffer.tensors[0].itemsize for plan in plans for buffer in plan.buffers)
+
     specs = {}
-    for unit in find_units(model, set(), nested_units=False):
-        groups = group_by_buffer(unit)
+    for unit in find_units(model, set(), nested_units=False, padded_bytes=padded_bytes):
+        groups = group_by_buffer(unit.runs)
         for ordinal, group in enumerate(groups):
-            specs[unit.name if len(groups) == 1 else f"{unit.name}#{ordinal}"] = [
-                TensorSpec(name, tuple(p.shape), p.element_size(), granularity(name, tuple(p.shape)))
-                for name, p in group.items()
-            ]
+            specs[unit.name if len(groups) == 1 else f"{unit.name}#{ordinal}"] = tensors(group)
     return specs

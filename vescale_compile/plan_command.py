@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vescale_compile.planner import Elements, Granularity, Rows, TensorSpec, Whole
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.planner.report import report
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WORLDS = (8, 64, 128, 512, 1024, 8192, 32768)
 PLOTTED_ROWS = (1, 16, 32, 128)
@@ -101,19 +106,24 @@ def _rule(args: argparse.Namespace, granularity: Granularity | None) -> Rule:
     return rule
 
 
-def _units(args: argparse.Namespace, granularity: Granularity | None) -> Units:
+def _units(args: argparse.Namespace, granularity: Granularity | None, world_size: int) -> Units:
     rule = _rule(args, granularity)
     if args.model is not None:
         return published(args.model).specs(args.itemsize or 2, rule)
+    from vescale_compile.module_shapes import unit_specs
+
+    return unit_specs(_module(args.module, args.hf_config), rule, world_size, args.alignment)
+
+
+@functools.cache
+def _module(factory: str | None, hf_config: Path | None) -> nn.Module:
     # Only a user's own model needs PyTorch.
     from vescale_compile import module_shapes
 
-    model = (
-        module_shapes.from_factory(args.module)
-        if args.module is not None
-        else module_shapes.from_hf_config(args.hf_config)
-    )
-    return module_shapes.unit_specs(model, rule)
+    if factory is not None:
+        return module_shapes.from_factory(factory)
+    assert hf_config is not None
+    return module_shapes.from_hf_config(hf_config)
 
 
 def _title(args: argparse.Namespace) -> str:
@@ -122,11 +132,12 @@ def _title(args: argparse.Namespace) -> str:
 
 def _print(args: argparse.Namespace) -> None:
     granularity = _granularity(args)
-    units = _units(args, granularity)
-    if args.draw is not None and args.draw not in units:
-        raise ValueError(f"--draw {args.draw}: no such unit; there are {', '.join(units)}")
+    units = [(_units(args, granularity, world), world) for world in args.world]
+    for found, _ in units:
+        if args.draw is not None and args.draw not in found:
+            raise ValueError(f"--draw {args.draw}: no such unit; there are {', '.join(found)}")
     options = {"alignment_bytes": args.alignment, "keep_order": args.keep_order}
-    reports = [report(units, world, **options) for world in args.world]
+    reports = [report(found, world, **options) for found, world in units]
     if args.json:
         figures = [{"model": _title(args), "granularity": repr(granularity)} | r.as_json() for r in reports]
         print(json.dumps(figures, indent=2))
@@ -149,9 +160,8 @@ def _plot(args: argparse.Namespace) -> None:
     worlds = sorted(args.world or WORLDS)
     axes = figure.add_subplot()
     for rows in PLOTTED_ROWS:
-        units = _units(args, Rows(rows))
         options = {"alignment_bytes": args.alignment, "keep_order": args.keep_order, "advise": False}
-        padding = [report(units, world, **options).total.padding_percent for world in worlds]
+        padding = [report(_units(args, Rows(rows), world), world, **options).total.padding_percent for world in worlds]
         axes.plot(worlds, padding, marker="o", label=f"{rows} {'row' if rows == 1 else 'rows'}")
     axes.set(xscale="log", yscale="symlog", xlabel="ranks", ylabel="padding (%)", title=_title(args))
     axes.set_xticks(worlds, [str(world) for world in worlds])

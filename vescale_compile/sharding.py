@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -47,9 +47,10 @@ def fully_shard(
     sharded yet. Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s
     becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together, but for two
     cases. One that has units inside has a buffer, and a gather, for what stands before each of them and after (an
-    embedding and a head), if that is a mebibyte or more. And an element of a list has one for each module directly
-    inside it (attention and feed-forward, say) that has a fifth of its bytes or more, and a mebibyte, so that the
-    second is gathered while the first is computed; call ``fully_shard`` on the elements to gather each at once.
+    embedding and a head), if that is a mebibyte or more. And an element of a list has one for each of its parts
+    (attention and the matrices of a feed-forward, say): the smallest modules and parameters inside it that have a fifth
+    of its bytes or more, and a mebibyte, if that takes no more padding. So the second is gathered while the first is
+    computed; call ``fully_shard`` on the elements to gather each at once.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the
@@ -100,23 +101,27 @@ def fully_shard(
     leave_alone(ignored)
     _check_params(module, over, ignored)
     _check_one_device(module, over, ignored)
-    units = find_units(module, ignored, nested_units=nested)
+    with sharding_over(over):
+        blocks = {  # of all units, before any is changed
+            param: _granularity(granularities, name, param, over.where)
+            for name, param in module.named_parameters()
+            if param not in ignored and not isinstance(param, RaggedDTensor)
+        }
+
+    def planned(params: Mapping[str, nn.Parameter]) -> list[tuple[BufferPlan, dict[str, nn.Parameter]]]:
+        return [(plan, group) for group in group_by_buffer([params]) for plan in _plan(group, over, comm, blocks)]
+
+    def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
+        return sum(plan.shard_numel * plan.tensors[0].itemsize for plan, _ in planned(params))
+
+    units = find_units(module, ignored, nested_units=nested, padded_bytes=padded_bytes)
     if not units and not nested:  # a root may have nothing but units inside
         raise ValueError(
             f"{over.where}fully_shard({type(module).__name__}): no parameters left to shard. They are in "
             "ignored_params, or the module has none."
         )
     places = owners(module)
-    with sharding_over(over):
-        blocks = {  # of all units, before any is changed
-            param: _granularity(granularities, name, param, over.where)
-            for unit in units
-            for name, param in unit.params.items()
-        }
-    layouts = {
-        members.name: [(plan, group) for group in group_by_buffer(members) for plan in _plan(group, over, comm, blocks)]
-        for members in units
-    }
+    layouts = {members.name: [each for run in members.runs for each in planned(run)] for members in units}
     warn_of_padding({name: [plan for plan, _ in layout] for name, layout in layouts.items()})
     for members in units:
         unit = _shard_unit(members, layouts[members.name], places, over, comm, policy, root=module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,11 @@ from .ragged.dtensor import RaggedDTensor
 
 _LEAST_BYTES = 1 << 20  # of a run, or a part: a collective of less takes as long as one of nothing, or nearly
 _LEAST_SHARE = 0.2  # of a block that a part must have: cutting less off leaves a gather nearly as long
+_MOST_PADDING = 1.01  # times the bytes of the whole that parts may take
+_Run = dict[str, nn.Parameter]
+
+PaddedBytes = Callable[[Mapping[str, nn.Parameter]], int]
+"""What parameters, by qualified name, take in buffers of their own."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,17 @@ class UnitMembers:
 
     name: str
     module: nn.Module
-    runs: tuple[dict[str, nn.Parameter], ...]
+    runs: tuple[_Run, ...]
 
     @property
-    def params(self) -> dict[str, nn.Parameter]:
+    def params(self) -> _Run:
         """All of them."""
         return {name: param for run in self.runs for name, param in run.items()}
 
 
-def find_units(module: nn.Module, ignored: set[nn.Parameter], *, nested_units: bool) -> list[UnitMembers]:
+def find_units(
+    module: nn.Module, ignored: set[nn.Parameter], *, nested_units: bool, padded_bytes: PaddedBytes
+) -> list[UnitMembers]:
     """The units that ``fully_shard(module)`` makes, inner ones first.
 
     Args:
@@ -43,13 +50,14 @@ def find_units(module: nn.Module, ignored: set[nn.Parameter], *, nested_units: b
         ignored: parameters left as they are.
         nested_units: whether modules inside ``module`` are units already. If not, each element of every
             outermost ``nn.ModuleList`` becomes a unit, and the rest another.
+        padded_bytes: an element of a list is not cut where its parts would take more than the whole.
     """
     taken: set[nn.Parameter] = set(ignored)
     units = []
     for path, block in [] if nested_units else _list_elements(module, ""):
         params = {_join(path, name): param for name, param in block.named_parameters() if _is_free(param, taken)}
         if params:
-            units.append(UnitMembers(path, block, _by_part(block, params)))
+            units.append(UnitMembers(path, block, _by_part(block, params, padded_bytes)))
             taken.update(params.values())
     if rest := _around_units(module, taken, ignored):
         units.append(UnitMembers("(root)", module, rest))
@@ -60,20 +68,18 @@ def _is_free(param: nn.Parameter, taken: set[nn.Parameter]) -> bool:
     return param not in taken and not isinstance(param, RaggedDTensor)
 
 
-def _around_units(
-    module: nn.Module, taken: set[nn.Parameter], ignored: set[nn.Parameter]
-) -> tuple[dict[str, nn.Parameter], ...]:
+def _around_units(module: nn.Module, taken: set[nn.Parameter], ignored: set[nn.Parameter]) -> tuple[_Run, ...]:
     """Parameters that no unit has, cut where those of units inside stand between them.
 
     A run too small for a collective of its own stays with the one before, or after.
     """
-    runs: list[dict[str, nn.Parameter]] = [{}]
+    runs: list[_Run] = [{}]
     for name, param in module.named_parameters():
         if _is_free(param, taken):
             runs[-1][name] = param
         elif param not in ignored:
             runs.append({})
-    joined: list[dict[str, nn.Parameter]] = []
+    joined: list[_Run] = []
     for run in filter(None, runs):
         if joined and min(_nbytes(run.values()), _nbytes(joined[-1].values())) < _LEAST_BYTES:
             joined[-1].update(run)
@@ -82,26 +88,38 @@ def _around_units(
     return tuple(joined)
 
 
-def _by_part(block: nn.Module, params: dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], ...]:
-    """A block's parameters by the part that holds them, attention and feed-forward, say: each is gathered while the one
-    before is computed, and reduced while the next one is.
-
-    What is in no part worth a collective of its own, such as norms, stays with the first: that one is gathered before
-    the others, and its gradients are complete after theirs.
-    """
+def _by_part(block: nn.Module, params: _Run, padded_bytes: PaddedBytes) -> tuple[_Run, ...]:
+    """A block's parameters by the part that holds them, attention and the matrices of a feed-forward, say: each is
+    gathered while those before are computed, and reduced while the next are."""
     least = max(_LEAST_BYTES, _LEAST_SHARE * _nbytes(params.values()))
-    parts: list[set[nn.Parameter]] = []
-    for part in _parts(block):
-        held = set(part.parameters()).intersection(params.values()).difference(*parts)
-        if _nbytes(held) >= least:
-            parts.append(held)
-    first = set(params.values()).difference(*parts[1:])
-    return tuple({name: param for name, param in params.items() if param in part} for part in (first, *parts[1:]))
+
+    def cut(piece: nn.Module | nn.Parameter, free: set[nn.Parameter]) -> list[_Run]:
+        """What is free of a piece, cut into its parts, and their parts, of at least that many bytes.
+
+        What is in none, such as norms, stays with the first: that one is gathered before the others, and its gradients
+        are complete after theirs.
+        """
+        inside = free.intersection([piece] if isinstance(piece, nn.Parameter) else piece.parameters())
+        whole = {name: param for name, param in params.items() if param in inside}
+        if isinstance(piece, nn.Parameter) or _nbytes(inside) < 2 * least:
+            return [whole]
+        parts: list[_Run] = []
+        for part in _parts(piece):
+            found = cut(part, inside)
+            if sum(_nbytes(each.values()) for each in found) >= least:
+                parts += found
+                inside = inside.difference(*(each.values() for each in found))
+        others = {param for part in parts[1:] for param in part.values()}
+        runs = [{name: param for name, param in whole.items() if param not in others}, *parts[1:]]
+        return runs if sum(map(padded_bytes, runs)) <= _MOST_PADDING * padded_bytes(whole) else [whole]
+
+    return tuple(cut(block, set(params.values())))
 
 
-def _parts(block: nn.Module) -> Iterator[nn.Module]:
-    """The modules directly inside; of a list, which has no forward, its elements."""
-    for child in block.children():
+def _parts(module: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
+    """The parameters and the modules directly inside; of a list, which has no forward, its elements."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from _parts(child)
         else:
@@ -127,10 +145,10 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
                 yield key, element
 
 
-def group_by_buffer(unit: UnitMembers) -> list[dict[str, nn.Parameter]]:
+def group_by_buffer(runs: Sequence[Mapping[str, nn.Parameter]]) -> list[_Run]:
     """Parameters that can share a buffer: of one run, dtype and device, all trainable or all frozen."""
-    groups: dict[tuple[int, torch.dtype, torch.device, bool], dict[str, nn.Parameter]] = {}
-    for number, run in enumerate(unit.runs):
+    groups: dict[tuple[int, torch.dtype, torch.device, bool], _Run] = {}
+    for number, run in enumerate(runs):
         for name, param in run.items():
             groups.setdefault((number, param.dtype, param.device, param.requires_grad), {})[name] = param
     return list(groups.values())

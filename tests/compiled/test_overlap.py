@@ -19,7 +19,7 @@ import vescale_compile as vc
 from vescale_compile.cost import PRESETS
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.runtime import collectives
-from vescale_compile.schedule import find_schedule, least_peak
+from vescale_compile.schedule import Compute, TaskGraph, Transfer, find_schedule, least_peak
 from vescale_compile.schedule.early import IN_FLIGHT
 
 overlap = importlib.import_module("vescale_compile.passes.overlap")  # which the pass of that name hides
@@ -66,6 +66,23 @@ def test_of_gathers_that_take_no_memory_of_their_own_a_few_are_always_in_flight(
     events = [event.split()[0] for event in schedule]
     ahead = IN_FLIGHT
     assert events == ["launch"] * ahead + ["wait", "launch"] * (7 - ahead) + ["wait"] * ahead
+
+
+def test_by_default_overlap_takes_what_one_unit_does_in_how_many_parts_it_may_be_gathered():
+    compute = tuple(Compute(f"task {position}", 1.0) for position in range(2))
+
+    def in_parts(count: int) -> TaskGraph:
+        gathers = [
+            Transfer(
+                f"gather {unit}#{part}", 0.0, 1.0, readers=(unit,), output_bytes=12 // count, unit=f"layers.{unit}"
+            )
+            for unit in range(2)
+            for part in range(count)
+        ]
+        last = Transfer("reduce", 0.0, 1.0, writers=(1,), input_bytes=5, scratch_bytes=2)
+        return TaskGraph(compute, (*gathers, last))
+
+    assert [overlap.room_ahead(in_parts(count)) for count in (1, 2, 4)] == [12 + 7] * 3
 
 
 def test_reductions_are_waited_for_after_the_next_unit_has_begun(usual):

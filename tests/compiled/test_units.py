@@ -1,7 +1,10 @@
 """Which parameters make a unit, and which of them share a buffer."""
 
+from typing import Any
+
 import models
 import pytest
+import torch
 from ranks import fake_world, on_ranks
 from torch import nn
 
@@ -107,12 +110,12 @@ def layer_of(*rows: int) -> nn.Sequential:
     return layer
 
 
-def buffers_of_layer(layer: nn.Module) -> dict[str, set[str]]:
+def buffers_of_layer(layer: nn.Module, **options: Any) -> dict[str, set[str]]:
     """What each buffer holds where the layer is the only element of a list."""
     model = nn.Module()
     model.layers = nn.ModuleList([layer])
     with fake_world(2):
-        buffers = buffers_in(vc.fully_shard(model))
+        buffers = buffers_in(vc.fully_shard(model, **options))
     return {
         buffer.name.removeprefix("layers."): {slot.name.removeprefix("layers.0.") for slot in buffer.slots}
         for buffer in buffers
@@ -135,6 +138,28 @@ def test_a_part_of_less_than_a_fifth_of_its_block_stays_with_the_first():
 
 def test_parts_of_less_than_a_mebibyte_share_a_buffer():
     assert list(buffers_of_layer(layer_of(255, 255))) == ["0"]
+
+
+def test_a_part_is_cut_into_its_own_parts():
+    layer = layer_of(512)
+    layer.mlp = layer_of(512, 512)
+    assert buffers_of_layer(layer) == {
+        "0#0": {"norm.weight", "norm.bias", "part0.weight"},
+        "0#1": {"mlp.norm.weight", "mlp.norm.bias", "mlp.part0.weight"},
+        "0#2": {"mlp.part1.weight"},
+    }
+
+
+def test_parameters_of_one_module_are_its_parts():
+    layer = nn.Sequential()
+    layer.experts = nn.Module()
+    layer.experts.gate_up, layer.experts.down = (nn.Parameter(torch.ones(512, 1024)) for _ in range(2))
+    assert buffers_of_layer(layer) == {"0#0": {"experts.gate_up"}, "0#1": {"experts.down"}}
+
+
+def test_a_block_is_not_cut_where_its_parts_would_be_padded_more_than_the_whole():
+    layer = layer_of(512, 512)  # two matrices, one for each rank
+    assert list(buffers_of_layer(layer, granularity=lambda name, param: vc.Whole())) == ["0"]
 
 
 def test_what_a_block_lists_are_its_parts():
