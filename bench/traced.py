@@ -56,13 +56,13 @@ class TracedForecaster(Forecaster):
 
 
 def _traced(trainer: Trainer) -> Trace:
-    dist.barrier()
     # A whole step ends all that it launches: nothing need be waited for earlier because it is profiled.
     with (
         mock.patch.object(arrivals, "profiled_to_the_end", return_value=False),
         mock.patch.object(crossing, "profiled_to_the_end", return_value=False),
         profile(activities=[ProfilerActivity.CPU]) as profiler,
     ):
+        dist.barrier()  # profilers take milliseconds to start, not alike on all ranks
         start = time.monotonic()
         with record_function(_STEP):
             trainer._train()
@@ -75,6 +75,7 @@ def _traced(trainer: Trainer) -> Trace:
         for event in events
         if (event.name.startswith(_COMPUTATION) or "cpp_fused" in event.name)
         and event.thread == step.thread
+        and not _only_dispatches(event)
         and zero <= event.time_range.start <= end
         and not _communicates(event)
     ]
@@ -91,6 +92,12 @@ def merged(spans: Spans) -> Spans:
         else:
             found.append((start, stop))
     return found
+
+
+def _only_dispatches(event: Any) -> bool:
+    """Whether an event is an operator on sharded tensors, which may wait for some of them between the same operator's
+    calls on local ones."""
+    return any(child.name == event.name for child in event.cpu_children)
 
 
 def _communicates(event: Any) -> bool:
