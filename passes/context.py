@@ -126,6 +126,7 @@ class GraphUnit:
         reshard_after_forward: gather again in the backward, unless a memory budget leaves room to keep it.
         accumulates: whether gradients may accumulate.
         reductions: example of the handle of its reductions, if gradients accumulate or are quantized, else None.
+        block: the name of what it is a part of; "" if it is none.
     """
 
     name: str
@@ -136,6 +137,7 @@ class GraphUnit:
     reshard_after_forward: bool
     accumulates: bool = False
     reductions: Tensor | None = None
+    block: str = ""
 
     @property
     def inputs(self) -> tuple[tuple[str, Tensor | None], ...]:

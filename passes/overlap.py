@@ -7,7 +7,7 @@ the other graphs of the step take, of slots and of everything else, is counted w
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import fx
@@ -159,17 +159,14 @@ def _taken(graph: fx.Graph, context: CompileContext) -> tuple[tuple[SlotSpec, ..
 
 def room_ahead(tasks: TaskGraph) -> int:
     """What overlap may take where no budget is given, more than a schedule that waits for everything at once: one
-    unit's parameters, and one unit's gradients with the scratch of their reductions. It is what gathering a block of
-    several parts ahead takes, and reducing it while the next is computed."""
-    gathered = [(t.unit or t.name, t.output_bytes) for t in tasks.transfers if t.readers]
-    reduced = [(t.unit or t.name, t.input_bytes + t.scratch_bytes) for t in tasks.transfers if not t.readers]
-    return _largest_unit(gathered) + _largest_unit(reduced)
-
-
-def _largest_unit(transfers: Sequence[tuple[str, int]]) -> int:
-    """The most bytes of neighbours that are parts of one unit."""
-    units = itertools.groupby(transfers, key=lambda each: each[0])
-    return max((sum(nbytes for _, nbytes in parts) for _, parts in units), default=0)
+    unit's parameters, and one unit's gradients with the scratch of their reduction, of all parts that a unit is cut
+    into. It is what gathering one unit ahead, and reducing it while the next is computed, takes."""
+    gathered: Counter[str] = Counter()
+    reduced: Counter[str] = Counter()
+    for each in tasks.transfers:
+        gathered[each.block or each.name] += each.output_bytes
+        reduced[each.block or each.name] += each.input_bytes + each.scratch_bytes
+    return max(gathered.values()) + max(reduced.values())
 
 
 def _move(

@@ -179,7 +179,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         merge=_merge(each, context),
-        unit=context.units[each.unit].name.partition("#")[0],
+        block=context.units[each.unit].block,
     )
 
 

@@ -147,6 +147,7 @@ class DBuffer:
         agreed: whether all ranks are known to have the same layout.
         deadline: seconds, of the last compiled graph that gathered it; None if there was none.
         left_compiled_code: whether all ranks are known to have gathered it without one after that.
+        is_part: whether the unit was cut into parts, and this is one.
     """
 
     name: str
@@ -160,6 +161,7 @@ class DBuffer:
     agreed: bool = False
     deadline: float | None = None
     left_compiled_code: bool = False
+    is_part: bool = False
 
     def __post_init__(self) -> None:
         self.group = self.mesh.get_group(self.mesh.ndim - 1)
@@ -188,6 +190,11 @@ class DBuffer:
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         copied.model.buffers.add(copied)
         return copied
+
+    @property
+    def block(self) -> str:
+        """The name of what it is a part of; its own if it is none."""
+        return self.name.rpartition("#")[0] if self.is_part else self.name
 
     def rename(self, name: str, params: Sequence[str]) -> None:
         """Gives the unit and its parameters other names, for messages."""

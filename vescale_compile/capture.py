@@ -153,7 +153,8 @@ def _graph_unit(ordinal: int, name: str, buffer: DBuffer, params: Sequence[Tenso
         wanted = accumulates or buffer.gradient_packing
         reductions = torch.zeros(1, dtype=torch.int64, device="cpu") if wanted else None
     comm, reshard = buffer.comm(ordinal), buffer.policy.reshard_after_forward
-    return GraphUnit(name, shard, views, _others(buffer, params), comm, reshard, accumulates, reductions)
+    block = buffer.block if buffer.is_part else ""
+    return GraphUnit(name, shard, views, _others(buffer, params), comm, reshard, accumulates, reductions, block)
 
 
 def _others(buffer: DBuffer, read: Sequence[Tensor]) -> tuple[ParamView, ...]:

@@ -87,7 +87,7 @@ def unit_specs(
         return sum(buffer.shard_numel * buffer.tensors[0].itemsize for plan in plans for buffer in plan.buffers)
 
     specs = {}
-    for unit in find_units(model, set(), nested_units=False, padded_bytes=padded_bytes):
+    for unit in find_units(model, set(), nested_units=False, world_size=world_size, padded_bytes=padded_bytes):
         groups = group_by_buffer(unit.runs)
         for ordinal, group in enumerate(groups):
             specs[unit.name if len(groups) == 1 else f"{unit.name}#{ordinal}"] = tensors(group)

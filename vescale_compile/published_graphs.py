@@ -1,4 +1,4 @@
-"""Task graphs of published models on described clusters, in the units that ``fully_shard`` makes of them.
+"""Task graphs of published models on described clusters, a layer a unit.
 
 They are made from the shapes of the parameters alone (see ``planner.models``), where no code of the model is at hand.
 What they assume is in :data:`ASSUMPTIONS`.

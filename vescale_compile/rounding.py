@@ -18,36 +18,44 @@ def rounding_state(module: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: no unit in the module has quantized gradients.
     """
-    return {name: rounding.count for name, rounding in _roundings(module).items()}
+    return {name: rounding.count for name, _, rounding in _roundings(module)}
 
 
 def load_rounding_state(module: nn.Module, state: Mapping[str, int]) -> None:
-    """Sets what :func:`rounding_state` returned.
+    """Sets what :func:`rounding_state` returned. Where a block is cut into other parts than it was, as it may be on
+    another number of ranks, each goes on from the most that one of them had counted.
 
     Raises:
         ValueError: no unit in the module has quantized gradients, or one is missing in the state. Nothing is set then.
     """
-    roundings = _roundings(module)
-    for name in roundings:
-        if name not in state:
+    of_blocks: dict[str, int] = {}
+    for name, count in state.items():
+        for block in (name, name.rpartition("#")[0]):
+            of_blocks[block] = max(count, of_blocks.get(block, 0))
+    found: list[tuple[Rounding, int]] = []
+    for name, block, rounding in _roundings(module):
+        if name not in state and block not in of_blocks:
             known = ", ".join(map(repr, state))
             raise ValueError(
                 f"load_rounding_state: no state for unit {name!r}; there is for {known}. Load that of a model "
                 "with the same units"
             )
-    for name, rounding in roundings.items():
-        rounding.count = state[name]
+        found.append((rounding, state[name] if name in state else of_blocks[block]))
+    for rounding, count in found:
+        rounding.count = count
 
 
-def _roundings(module: nn.Module) -> dict[str, Rounding]:
-    """By name of the unit in ``module``, which may hold several modules that were sharded each by itself."""
+def _roundings(module: nn.Module) -> list[tuple[str, str, Rounding]]:
+    """With the names, in ``module``, of their units, and of the blocks that those are parts of, or are. The module may
+    hold several that were sharded each by itself."""
     paths = {part: name for name, part in uncompiled(module).named_modules()}
-    found: dict[str, Rounding] = {}
+    found = []
     for buffer in buffers_in(module):
         if buffer.gradient_packing is not None:
             root = buffer.model.root
             path = paths.get(root, "") if root is not None else ""
-            found[f"{path}.{buffer.name}" if path else buffer.name] = buffer.reductions.rounding
+            name, block = (f"{path}.{each}" if path else each for each in (buffer.name, buffer.block))
+            found.append((name, block, buffer.reductions.rounding))
     if not found:
         raise ValueError(f"{type(module).__name__}: no unit of it has quantized gradients")
     return found

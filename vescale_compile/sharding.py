@@ -48,9 +48,10 @@ def fully_shard(
     becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together, but for two
     cases. One that has units inside has a buffer, and a gather, for what stands before each of them and after (an
     embedding and a head), if that is a mebibyte or more. And an element of a list has one for each of its parts
-    (attention and the matrices of a feed-forward, say): the smallest modules and parameters inside it that have a fifth
-    of its bytes or more, and a mebibyte, if that takes no more padding. So the second is gathered while the first is
-    computed; call ``fully_shard`` on the elements to gather each at once.
+    (attention and the matrices of a feed-forward, say): the smallest modules and parameters inside it, but none inside
+    a list of experts, that have 15 % of its bytes or more, a mebibyte, and 256 KiB for each rank, if that takes hardly
+    more padding. So the second is gathered while the first is computed; call ``fully_shard`` on the elements to gather
+    each at once.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the
@@ -114,7 +115,8 @@ def fully_shard(
     def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
         return sum(plan.shard_numel * plan.tensors[0].itemsize for plan, _ in planned(params))
 
-    units = find_units(module, ignored, nested_units=nested, padded_bytes=padded_bytes)
+    ranks = over.shard.size()
+    units = find_units(module, ignored, nested_units=nested, world_size=ranks, padded_bytes=padded_bytes)
     if not units and not nested:  # a root may have nothing but units inside
         raise ValueError(
             f"{over.where}fully_shard({type(module).__name__}): no parameters left to shard. They are in "
@@ -153,6 +155,7 @@ def _shard_unit(
         name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"
         params = {tensor.name: group[tensor.name] for tensor in plan.tensors}
         buffer = _allocate(name, plan, params, mesh, comm, sync)
+        buffer.is_part = members.is_cut
         buffers.append(buffer)
         for index, (original, sharded) in enumerate(zip(params.values(), buffer.params, strict=True)):
             original._vescale_sharded = sharded  # type: ignore[attr-defined]

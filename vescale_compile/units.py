@@ -10,8 +10,10 @@ from torch import nn
 
 from .ragged.dtensor import RaggedDTensor
 
-_LEAST_BYTES = 1 << 20  # of a run, or a part: a collective of less takes as long as one of nothing, or nearly
-_LEAST_SHARE = 0.2  # of a block that a part must have: cutting less off leaves a gather nearly as long
+# Of a run, or a part: a collective of less takes as long as one of nothing, or nearly; longer on more ranks.
+_LEAST_BYTES = 1 << 20
+_LEAST_BYTES_OF_RANK = 1 << 18
+_LEAST_SHARE = 0.15  # of a block that a part must have: cutting less off leaves a gather nearly as long
 _MOST_PADDING = 1.01  # times the bytes of the whole that parts may take
 _Run = dict[str, nn.Parameter]
 
@@ -28,11 +30,13 @@ class UnitMembers:
         module: whose parameters they are.
         runs: parameters by qualified name, in the order of the module; what stands in another run is read at another
             time: before or after the units inside, or in another part of a block.
+        is_cut: whether the runs are parts of a block.
     """
 
     name: str
     module: nn.Module
     runs: tuple[_Run, ...]
+    is_cut: bool
 
     @property
     def params(self) -> _Run:
@@ -41,7 +45,7 @@ class UnitMembers:
 
 
 def find_units(
-    module: nn.Module, ignored: set[nn.Parameter], *, nested_units: bool, padded_bytes: PaddedBytes
+    module: nn.Module, ignored: set[nn.Parameter], *, nested_units: bool, world_size: int, padded_bytes: PaddedBytes
 ) -> list[UnitMembers]:
     """The units that ``fully_shard(module)`` makes, inner ones first.
 
@@ -50,6 +54,7 @@ def find_units(
         ignored: parameters left as they are.
         nested_units: whether modules inside ``module`` are units already. If not, each element of every
             outermost ``nn.ModuleList`` becomes a unit, and the rest another.
+        world_size: ranks to shard over.
         padded_bytes: an element of a list is not cut where its parts would take more than the whole.
     """
     taken: set[nn.Parameter] = set(ignored)
@@ -57,10 +62,11 @@ def find_units(
     for path, block in [] if nested_units else _list_elements(module, ""):
         params = {_join(path, name): param for name, param in block.named_parameters() if _is_free(param, taken)}
         if params:
-            units.append(UnitMembers(path, block, _by_part(block, params, padded_bytes)))
+            parts = _by_part(block, params, world_size, padded_bytes)
+            units.append(UnitMembers(path, block, parts, is_cut=len(parts) > 1))
             taken.update(params.values())
     if rest := _around_units(module, taken, ignored):
-        units.append(UnitMembers("(root)", module, rest))
+        units.append(UnitMembers("(root)", module, rest, is_cut=False))
     return units
 
 
@@ -88,42 +94,50 @@ def _around_units(module: nn.Module, taken: set[nn.Parameter], ignored: set[nn.P
     return tuple(joined)
 
 
-def _by_part(block: nn.Module, params: _Run, padded_bytes: PaddedBytes) -> tuple[_Run, ...]:
+def _by_part(block: nn.Module, params: _Run, world_size: int, padded_bytes: PaddedBytes) -> tuple[_Run, ...]:
     """A block's parameters by the part that holds them, attention and the matrices of a feed-forward, say: each is
     gathered while those before are computed, and reduced while the next are."""
-    least = max(_LEAST_BYTES, _LEAST_SHARE * _nbytes(params.values()))
+    least = max(_LEAST_BYTES, _LEAST_BYTES_OF_RANK * world_size, _LEAST_SHARE * _nbytes(params.values()))
 
-    def cut(piece: nn.Module | nn.Parameter, free: set[nn.Parameter]) -> list[_Run]:
-        """What is free of a piece, cut into its parts, and their parts, of at least that many bytes.
+    def cut(held: set[nn.Parameter], pieces: Iterable[nn.Module | nn.Parameter]) -> list[_Run]:
+        """What is held, cut into those of its pieces, and of theirs, that have at least that many bytes.
 
         What is in none, such as norms, stays with the first: that one is gathered before the others, and its gradients
         are complete after theirs.
         """
-        inside = free.intersection([piece] if isinstance(piece, nn.Parameter) else piece.parameters())
-        whole = {name: param for name, param in params.items() if param in inside}
-        if isinstance(piece, nn.Parameter) or _nbytes(inside) < 2 * least:
-            return [whole]
         parts: list[_Run] = []
-        for part in _parts(piece):
-            found = cut(part, inside)
-            if sum(_nbytes(each.values()) for each in found) >= least:
-                parts += found
-                inside = inside.difference(*(each.values() for each in found))
+        left = held
+        for piece in pieces:
+            inside = left.intersection([piece] if isinstance(piece, nn.Parameter) else piece.parameters())
+            if _nbytes(inside) >= least:
+                parts += cut(inside, _pieces(piece))
+                left = left.difference(inside)
+        whole = {name: param for name, param in params.items() if param in held}
+        if len(parts) < 2:
+            return [whole]
         others = {param for part in parts[1:] for param in part.values()}
         runs = [{name: param for name, param in whole.items() if param not in others}, *parts[1:]]
         return runs if sum(map(padded_bytes, runs)) <= _MOST_PADDING * padded_bytes(whole) else [whole]
 
-    return tuple(cut(block, set(params.values())))
+    return tuple(cut(set(params.values()), _parts(block)))
 
 
-def _parts(module: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
+def _parts(block: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
     """The parameters and the modules directly inside; of a list, which has no forward, its elements."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
+    yield from block.parameters(recurse=False)
+    for child in block.children():
         if isinstance(child, nn.ModuleList):
             yield from _parts(child)
         else:
             yield child
+
+
+def _pieces(part: nn.Module | nn.Parameter) -> Iterator[nn.Module | nn.Parameter]:
+    """The parameters and the modules directly inside a part, which are used whenever it is: not those of a list, which
+    may be experts, of which ranks use different ones."""
+    if not isinstance(part, nn.Parameter | nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        yield from part.parameters(recurse=False)
+        yield from part.children()
 
 
 def _nbytes(params: Iterable[nn.Parameter]) -> int:

@@ -74,7 +74,7 @@ def test_by_default_overlap_takes_what_one_unit_does_in_how_many_parts_it_may_be
     def in_parts(count: int) -> TaskGraph:
         gathers = [
             Transfer(
-                f"gather {unit}#{part}", 0.0, 1.0, readers=(unit,), output_bytes=12 // count, unit=f"layers.{unit}"
+                f"gather {unit}#{part}", 0.0, 1.0, readers=(unit,), output_bytes=12 // count, block=f"layers.{unit}"
             )
             for unit in range(2)
             for part in range(count)

@@ -91,7 +91,7 @@ def test_messages_of_cpus_are_not_shared():
 @on_ranks(2, deadline_s=300)
 def test_training_is_the_same_with_shared_collectives(lowering, dtype):
     """Over the backend's own collectives, which those of a GPU are."""
-    build = models.Uneven if lowering == "eager" else functools.partial(models.Uneven, 1)  # which has fewer kernels
+    build = models.deep if lowering == "eager" else functools.partial(models.Uneven, 1)  # which has fewer kernels
     data = models.batches(3, 11)
     losses, made = [], []
     for cluster in (SLOW_TO_START, models.SLOW_WIRE):

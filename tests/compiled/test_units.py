@@ -110,11 +110,11 @@ def layer_of(*rows: int) -> nn.Sequential:
     return layer
 
 
-def buffers_of_layer(layer: nn.Module, **options: Any) -> dict[str, set[str]]:
+def buffers_of_layer(layer: nn.Module, ranks: int = 2, **options: Any) -> dict[str, set[str]]:
     """What each buffer holds where the layer is the only element of a list."""
     model = nn.Module()
     model.layers = nn.ModuleList([layer])
-    with fake_world(2):
+    with fake_world(ranks):
         buffers = buffers_in(vc.fully_shard(model, **options))
     return {
         buffer.name.removeprefix("layers."): {slot.name.removeprefix("layers.0.") for slot in buffer.slots}
@@ -129,7 +129,7 @@ def test_parts_of_a_block_have_a_buffer_each_and_what_is_small_stays_with_the_fi
     }
 
 
-def test_a_part_of_less_than_a_fifth_of_its_block_stays_with_the_first():
+def test_a_part_of_little_of_its_block_stays_with_the_first():
     assert buffers_of_layer(layer_of(512, 1024, 256)) == {
         "0#0": {"norm.weight", "norm.bias", "part0.weight", "part2.weight"},
         "0#1": {"part1.weight"},
@@ -155,6 +155,18 @@ def test_parameters_of_one_module_are_its_parts():
     layer.experts = nn.Module()
     layer.experts.gate_up, layer.experts.down = (nn.Parameter(torch.ones(512, 1024)) for _ in range(2))
     assert buffers_of_layer(layer) == {"0#0": {"experts.gate_up"}, "0#1": {"experts.down"}}
+
+
+def test_a_list_inside_a_part_is_not_cut_because_ranks_may_use_different_experts_of_it():
+    layer = layer_of(1024)
+    layer.moe = nn.Module()
+    layer.moe.experts = nn.ModuleList(nn.Linear(1024, 512, bias=False) for _ in range(2))
+    assert buffers_of_layer(layer)["0#1"] == {"moe.experts.0.weight", "moe.experts.1.weight"}
+
+
+def test_on_more_ranks_parts_are_larger():
+    assert list(buffers_of_layer(layer_of(512, 512), ranks=8)) == ["0#0", "0#1"]
+    assert list(buffers_of_layer(layer_of(512, 512), ranks=16)) == ["0"]
 
 
 def test_a_block_is_not_cut_where_its_parts_would_be_padded_more_than_the_whole():

@@ -142,6 +142,13 @@ def test_a_stream_goes_on_where_a_checkpoint_left_it():
 
 
 @on_ranks(2)
+def test_a_stream_goes_on_where_the_furthest_part_of_its_block_was():
+    module = sharded()
+    vc.load_rounding_state(module, {"(root)#0": 3, "(root)#1": 5})
+    assert vc.rounding_state(module) == {"(root)": 5}
+
+
+@on_ranks(2)
 def test_a_state_of_other_units_is_refused():
     with pytest.raises(ValueError, match=r"no state for unit '\(root\)'.*'layers.0'"):
         vc.load_rounding_state(sharded(), {"layers.0": 3})

@@ -1,7 +1,6 @@
-"""Shapes of published models in units as ``fully_shard`` groups them: each layer, and what stands before and after.
+"""Shapes of published models in units: each layer, and what stands before and after.
 
-But for the dense layers of DeepSeek-V3 and Kimi-K2, whose attention and feed-forward it gathers apart; here they are
-one unit.
+``fully_shard`` may gather large parts of a layer apart; here each layer is one unit.
 
 Sources, read as ``torch.nn`` shapes (a linear layer from ``in`` to ``out`` is ``(out, in)``):
 

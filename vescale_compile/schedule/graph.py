@@ -53,7 +53,7 @@ class Transfer:
         repeats: index of the earlier transfer whose output this one brings once more (the gather for the
             backward): a schedule may keep that output instead.
         merge: transfers of equal ``merge`` may share one collective; None for those that may not.
-        unit: neighbours of one unit are its parts; "" for one that is no part.
+        block: what this gathers or reduces a part of; "" for what is no part.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Transfer:
     wakeup: float = 0.0
     repeats: int | None = None
     merge: str | None = None
-    unit: str = ""
+    block: str = ""
 
     @property
     def duration(self) -> float:
