@@ -72,7 +72,7 @@ def test_uneven_sizes_on_more_ranks_are_within_rounding():
 @pytest.mark.parametrize(("name", "reference"), [("llama", "inductor"), ("hf_gpt_oss_of_one_layer", "aot_eager")])
 @on_ranks(2, deadline_s=300)
 def test_inductor_lowering_is_within_rounding_of_the_unsharded_model(name, reference):
-    loss, params = compare(name, "inductor", reference, 64, steps=5)  # AdamW amplifies rounding, which CPUs do unlike
+    loss, params = compare(name, "inductor", reference, 64, steps=3)  # AdamW amplifies rounding, which CPUs do unlike
     assert loss < 1e-5
     assert params < 1e-5
 
