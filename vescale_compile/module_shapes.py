@@ -84,7 +84,7 @@ def unit_specs(
             plan_unit(tensors(group), world_size, alignment_bytes=alignment_bytes)
             for group in group_by_buffer([params])
         )
-        return sum(buffer.shard_numel * buffer.tensors[0].itemsize for plan in plans for buffer in plan.buffers)
+        return sum(buffer.shard_bytes for plan in plans for buffer in plan.buffers)
 
     specs = {}
     for unit in find_units(model, set(), nested_units=False, world_size=world_size, padded_bytes=padded_bytes):

@@ -22,7 +22,7 @@ def warn_of_padding(plans: Mapping[str, Sequence[BufferPlan]]) -> None:
     """
     buffers = [(name, plan) for name, unit in plans.items() for plan in unit]
     padding = sum(_padding_bytes(plan) for _, plan in buffers)
-    percent = 100 * padding / max(sum(plan.numel * plan.tensors[0].itemsize for _, plan in buffers), 1)
+    percent = 100 * padding / max(sum(plan.numel * plan.itemsize for _, plan in buffers), 1)
     if dist.get_rank() != 0 or padding < _MUCH_BYTES or percent < _MUCH_PERCENT:
         return
     name, worst = max(buffers, key=lambda named: _padding_bytes(named[1]))
@@ -40,4 +40,4 @@ def warn_of_padding(plans: Mapping[str, Sequence[BufferPlan]]) -> None:
 
 
 def _padding_bytes(plan: BufferPlan) -> int:
-    return plan.padding_numel * plan.tensors[0].itemsize
+    return plan.padding_numel * plan.itemsize

@@ -113,7 +113,7 @@ def fully_shard(
         return [(plan, group) for group in group_by_buffer([params]) for plan in _plan(group, over, comm, blocks)]
 
     def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
-        return sum(plan.shard_numel * plan.tensors[0].itemsize for plan, _ in planned(params))
+        return sum(plan.shard_bytes for plan, _ in planned(params))
 
     ranks = over.shard.size()
     units = find_units(module, ignored, nested_units=nested, world_size=ranks, padded_bytes=padded_bytes)

@@ -45,9 +45,19 @@ class BufferPlan:
         return self.layout.world_size
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.tensors[0].itemsize
+
+    @property
     def shard_numel(self) -> int:
         """S: elements of each rank, padding included, the same on every rank."""
         return self.layout.shard_numel
+
+    @property
+    def shard_bytes(self) -> int:
+        """The same in bytes."""
+        return self.shard_numel * self.itemsize
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -164,7 +174,7 @@ class UnitPlan:
     def _bound(self, prove: Callable[[Items, int, int], int]) -> int:
         joint: dict[tuple[int, int, int], Counter[Item]] = {}
         for buffer in self.buffers:
-            key = (buffer.tensors[0].itemsize, buffer.world_size, buffer.layout.alignment)
+            key = (buffer.itemsize, buffer.world_size, buffer.layout.alignment)
             joint.setdefault(key, Counter()).update(buffer.layout.items)
         return sum(prove(items, world, alignment) for (_, world, alignment), items in joint.items())
 
