@@ -52,7 +52,15 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         joined = None if args.wire is None else stack.enter_context(wire.wire(args.wire))
         plan = Plan(
-            args.warmup, args.steps, args.ranks, args.world, args.threads, joined, args.deadline, args.warm_starts
+            args.warmup,
+            args.steps,
+            args.ranks,
+            args.world,
+            args.threads,
+            joined,
+            args.deadline,
+            args.warm_starts,
+            args.cold_starts,
         )
         results = measure(contenders, workload, plan, lambda line: print(line, file=sys.stderr, flush=True))
     setting = _setting(workload, plan)
@@ -106,6 +114,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=10, help="timed steps (%(default)s)")
     parser.add_argument("--warmup", type=count, default=3, help="steps before them (%(default)s)")
     parser.add_argument("--warm-starts", type=count, default=3, help="with the caches of the first (%(default)s)")
+    parser.add_argument("--cold-starts", type=count, default=1, help="with empty caches, of all (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (%(default)s)")
     parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one step (%(default)s)")
     parser.add_argument(

@@ -45,7 +45,8 @@ class Plan:
         threads: of each rank's operators.
         wire: what joins the hosts that the ranks are on; None for one host.
         deadline_s: seconds for each order to the ranks (build, step, ...) and for each collective.
-        warm_starts: how often the processes are started again.
+        warm_starts: how often the processes are started again on the caches that the first start filled.
+        cold_starts: how often they are started without, the first time among them.
     """
 
     warmup: int
@@ -56,6 +57,7 @@ class Plan:
     wire: Wire | None
     deadline_s: float
     warm_starts: int = 1
+    cold_starts: int = 1
 
 
 @dataclass
@@ -81,6 +83,8 @@ class Result:
     """of one step of rank 0"""
     warm_warmups_s: list[list[float]] = field(default_factory=list)
     """the warm-up steps of each later start, with the caches of the first"""
+    cold_warmups_s: list[list[float]] = field(default_factory=list)
+    """the same of each later start without"""
     error: str | None = None
 
     @property
@@ -100,8 +104,9 @@ class Result:
 
     @property
     def compile_s(self) -> float:
-        """What the warm-up steps took longer than as many median steps: compilation and first-use work."""
-        return self._above_steps(self.warmup_s)
+        """What the warm-up steps took longer than as many median steps: compilation and first-use work. The median of
+        all starts with empty caches."""
+        return statistics.median(map(self._above_steps, [self.warmup_s, *self.cold_warmups_s]))
 
     @property
     def warm_compile_s(self) -> float:
@@ -124,27 +129,30 @@ def measure(
         say: called with a line on progress now and then.
     """
     runs = [Run(Result(system, policy)) for system, policy in contenders]
-    with taken_in_turns(runs, workload, plan, say):
+    with taken_in_turns(runs, workload, plan, say) as folder:
         for turn in range(plan.warm_starts):
             for run in runs:
-                if run.result.error is None:
-                    say(f"{run.result.name}: starting again")
-                    with run.failing_alone(say):
-                        run.start_again(f"warm{turn}", plan.warmup)
+                run.start_again(f"warm{turn}", plan.warmup, say)
+        for turn in range(1, plan.cold_starts):
+            for index, run in enumerate(runs):
+                empty = folder / f"{index}-cold{turn}"
+                empty.mkdir()
+                run.start_again(f"cold{turn}", plan.warmup, say, empty)
     return [run.result for run in runs]
 
 
 @contextlib.contextmanager
-def taken_in_turns(runs: Sequence[Run], workload: Workload, plan: Plan, say: Callable[[str], None]) -> Iterator[None]:
-    """All contenders' steps, interleaved, and what is measured after them; the processes end with the context."""
+def taken_in_turns(runs: Sequence[Run], workload: Workload, plan: Plan, say: Callable[[str], None]) -> Iterator[Path]:
+    """All contenders' steps, interleaved, and what is measured after them; the processes end with the context, and the
+    folder that it gives, which has theirs."""
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         for run in runs:
             stack.callback(run.close)
         for index, run in enumerate(runs):
             say(f"{run.result.name}: building and warming up")
             with run.failing_alone(say):
-                run.start(_job(run.result, workload, plan, Path(folder, str(index))))
+                run.start(_job(run.result, workload, plan, folder / str(index)))
                 run.warm_up(plan.warmup)
         for turn in range(plan.steps):
             say(f"round {turn + 1} of {plan.steps}")
@@ -157,7 +165,7 @@ def taken_in_turns(runs: Sequence[Run], workload: Workload, plan: Plan, say: Cal
             if run.ranks is not None:
                 with run.failing_alone(say):
                     run.finish()
-        yield
+        yield folder
 
 
 def _job(result: Result, workload: Workload, plan: Plan, folder: Path) -> Job:
@@ -200,15 +208,23 @@ class Run:
         self.job, self.ranks = job, Ranks(job, self.trainer)
         self.ask("build")
 
-    def start_again(self, start: str, warmup: int) -> None:
-        """Once the first start has left: the same processes anew, on the caches that it filled, until they end."""
+    def start_again(self, start: str, warmup: int, say: Callable[[str], None], empty: Path | None = None) -> None:
+        """Once the first start has left: the same processes anew, until they end, on the caches that it filled or with
+        those of an empty folder. Nothing of a contender that has failed."""
+        if self.result.error is not None:
+            return
         assert self.job is not None
+        say(f"{self.result.name}: starting again, {start}")
         self.close()
-        self.start(replace(self.job, start=start))
-        first = _duration([first.step for first in self.ask("first_step")])
-        self.result.warm_warmups_s.append([first, *(_duration(self.ask("step")) for _ in range(warmup - 1))])
-        self.ask("leave")
+        job = self.job
+        with self.failing_alone(say):
+            self.start(replace(job, start=start, folder=job.folder if empty is None else str(empty)))
+            first = _duration([first.step for first in self.ask("first_step")])
+            warmup_s = [first, *(_duration(self.ask("step")) for _ in range(warmup - 1))]
+            (self.result.warm_warmups_s if empty is None else self.result.cold_warmups_s).append(warmup_s)
+            self.ask("leave")
         self.close()
+        self.job = job
 
     def warm_up(self, steps: int) -> None:
         firsts: list[FirstStep] = self.ask("first_step")

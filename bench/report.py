@@ -44,8 +44,8 @@ states); bytes that copies write from or to memory that collectives use, and apa
 copy-in is of a rank's own shard, to its place in the buffer that the other ranks' are gathered into: every all-gather
 has to bring it there, and where the library's does, none is seen. Sent: what a rank must send at least; collectives: AG
 all-gathers, RS reduce-scatters, AR all-reduces, or the sends of one made of messages; kernels launched on a GPU.
-Compile: what the warm-up took longer than as many steps; warm: the same when started again, with the compiler's caches
-filled, the median of all such starts. Final loss: after the same number of steps on the same data. Gradient norm: of
+Compile: what the warm-up took longer than as many steps, the median of all starts with empty caches; warm: the same of
+starts with the caches filled. Final loss: after the same number of steps on the same data. Gradient norm: of
 the first step. * marks the fastest configuration of one system."""
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "send": "sends"}
 SECTIONS = {

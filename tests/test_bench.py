@@ -151,10 +151,11 @@ def test_tensors_of_a_step_are_counted_and_what_was_planned_is_shown(run: Any) -
 
 @pytest.mark.slow
 def test_one_process_shows_what_a_rank_of_many_does(tmp_path: Path) -> None:
-    options = ("--world", "8", "--systems", "fsdp2", "--policies", "keep", "--warm-starts", "2")
+    options = ("--world", "8", "--systems", "fsdp2", "--policies", "keep", "--warm-starts", "2", "--cold-starts", "4")
     done, measured = compared(BENCH / "compare.py", tmp_path, *options)
     assert done.returncode == 0, done.stderr
     assert len(result(measured, "fsdp2", Policy.KEEP)["warm_warmups_s"]) == 2
+    assert len(result(measured, "fsdp2", Policy.KEEP)["cold_warmups_s"]) == 3
     profile = result(measured, "fsdp2", Policy.KEEP)["profile"]
     assert profile["collectives"]["all_gather"]["sent_bytes"] == 7 / 8 * 4 * PARAMETERS
     assert profile["copies"]["copied_bytes"] == (1 + 1) * 4 * PARAMETERS

@@ -61,6 +61,19 @@ class KeptOrder(CustomGraphPass):
 
 
 def lower_pinned(before: Sequence[Any], pinned: Any, *args: Any) -> Any:
+    """Lowers ``control_deps(before, pinned, *args)`` with the arguments of a library's operator computed first.
+
+    The pins are of all that is lowered with the node. A kernel that generated code computes an argument with would be
+    among that, and could not be fused with others before the pins.
+    """
+    if not any(torch_internals.generates_code_for(node.target) for node in pinned.graph_module.graph.nodes):
+        for argument in args:
+            if isinstance(argument, ir.IRNode):
+                argument.realize()
+    return _lower_control_deps(before, pinned, *args)
+
+
+def lower_before_2_13(before: Sequence[Any], pinned: Any, *args: Any) -> Any:
     """Lowers ``control_deps(before, pinned, *args)``, whether or not the nodes have results.
 
     Before 2.13, Inductor's own lowering fails on a pinned node that has none, as launches and waits (2.11), or
@@ -103,5 +116,6 @@ def _lower_nodes(graph: fx.Graph, args: Sequence[Any]) -> Any:
     raise AssertionError("a graph without an output")
 
 
-if torch.__version__.split(".")[:2] in (["2", "11"], ["2", "12"]):
-    lowerings[control_deps] = lower_pinned
+_IS_OLD = torch.__version__.split(".")[:2] in (["2", "11"], ["2", "12"])
+_lower_control_deps = lower_before_2_13 if _IS_OLD else lowerings[control_deps]
+lowerings[control_deps] = lower_pinned

@@ -65,7 +65,7 @@ def test_rows_are_added_up_in_a_slot_when_what_it_held_before_was_read():
 
 @pytest.mark.slow
 def test_inductor_before_2_13_keeps_the_order_too(monkeypatch):
-    monkeypatch.setitem(inductor_order.lowerings, inductor_order.control_deps, inductor_order.lower_pinned)
+    monkeypatch.setattr(inductor_order, "_lower_control_deps", inductor_order.lower_before_2_13)
     torch._dynamo.reset()
     planned: list[list[str]] = []
     options = {"cluster": models.SLOW_WIRE}
@@ -76,6 +76,25 @@ def test_inductor_before_2_13_keeps_the_order_too(monkeypatch):
     written = [re.findall(r"^ *(?:buf\d+ = )?torch\.ops\.(vescale\.\w+)", code, re.MULTILINE) for code in codes]
     assert written == planned
     assert all(len(calls) > 3 for calls in written)
+
+
+def test_a_kernel_that_computes_what_a_pinned_operator_reads_is_fused_with_earlier_ones():
+    """It is no part of the operator: only the product of the second one is behind the first product."""
+
+    def products(x, weight):
+        return x.sin() @ weight, x.cos() @ weight
+
+    def pinned(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+        first, second = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+        return [(first, second)]
+
+    compiled = torch.compile(products, options={"post_grad_custom_post_pass": inductor_order.KeptOrder(pinned)})
+    (code,) = code_written_for(lambda: compiled(torch.ones(4, 8), torch.ones(8, 2)))
+    assert re.findall(r"^ *(cpp_fused\w*|extern_kernels\.mm)\(", code, re.MULTILINE) == [
+        "cpp_fused_cos_sin_0",
+        "extern_kernels.mm",
+        "extern_kernels.mm",
+    ]
 
 
 def calls_of(graph: fx.Graph) -> list[str]:
