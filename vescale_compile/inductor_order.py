@@ -63,12 +63,12 @@ class KeptOrder(CustomGraphPass):
 def lower_pinned(before: Sequence[Any], pinned: Any, *args: Any) -> Any:
     """Lowers ``control_deps(before, pinned, *args)`` with the arguments of a library's operator computed first.
 
-    The pins are of all that is lowered with the node. A kernel that generated code computes an argument with would be
+    The pins are of all that is lowered with the node. A kernel of generated code that computes an argument would be
     among that, and could not be fused with others before the pins.
     """
     if not any(torch_internals.generates_code_for(node.target) for node in pinned.graph_module.graph.nodes):
         for argument in args:
-            if isinstance(argument, ir.IRNode):
+            if isinstance(argument, ir.TensorBox):
                 argument.realize()
     return _lower_control_deps(before, pinned, *args)
 
