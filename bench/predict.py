@@ -7,7 +7,7 @@ error. What the prediction rests on is measured in the same command:
 - the device: its memory, its launches, and the matrix products and attention of the models' graphs one by one, by as
   many ranks at a time as there are cores;
 - the collectives of the runtime, over the wire at its rate, between all hosts, alone and beside computation, of which
-  each slows the other;
+  each slows the other, and how long a launch takes, in which nothing is computed;
 - where there are more hosts than cores, each has its share of one: the device is that much slower;
 - the optimizer's step, which is in no graph: measured apart, and added.
 
@@ -62,8 +62,8 @@ class Cell:
     """What one cell measured. Times in seconds.
 
     Attributes:
-        predicted: the step; of it ``compute`` with the device to itself, ``exposed``, ``slowdown`` by collectives, and
-            ``optimizer``, which is measured.
+        predicted: the step; of it ``compute`` with the device to itself, ``exposed``, ``slowdown`` by collectives and
+            their launches, and ``optimizer``, which is measured.
         communication: of all collectives, each with the wire to itself.
         measured: median step; ``steps`` are all that were timed.
     """
@@ -179,7 +179,8 @@ class _Bench:
             for kind, each in measured.items():
                 _say(
                     f"  {kind}: {1e3 * each.latency:.2f} ms and {each.bandwidth / 1e6:.0f} MB/s, "
-                    f"{1e3 * each.wakeup:.2f} ms more after a pause; computation beside it "
+                    f"{1e3 * each.wakeup:.2f} ms more after a pause, {1e3 * each.launch:.2f} ms to launch; "
+                    f"computation beside it "
                     f"loses {100 * each.load:.0f} %, and it takes {each.stretch:.2f} times as long"
                 )
             cluster = cluster_of(device, len(joined.hosts), rate, measured, contending)

@@ -143,7 +143,8 @@ def median(lanes: Iterable[Lane]) -> Lane:
 
 
 def predicted(forecast: Forecast) -> Lane:
-    """The backward begins where the forward ends, and the optimizer's step where the backward has computed."""
+    """The backward begins where the forward ends, and the optimizer's step where the backward has computed and
+    launched."""
     lane = Lane(f"{OURS}, predicted", forecast.seconds, [], [])
     start = 0.0
     for part in (forecast.forward, forecast.backward):

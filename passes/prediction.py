@@ -28,11 +28,13 @@ class Prediction:
         compute: of the computation, with the device to itself.
         communication: of the collectives, each with the wire to itself.
         exposed: in which the computation stands still and waits.
-        slowdown: that the computation loses to collectives which take a share of the device.
+        slowdown: that the computation loses to launches, and to collectives which take a share of the device.
         least: what no schedule of the graph can beat within its memory: the largest of its computation, its
             communication and its critical path.
         computation: the computation's pieces, in order.
         transfers: the collectives on the wire, in the order of their launches.
+        tail: at the end, in which nothing is left to compute or to launch. Of a backward, the optimizer's step may
+            begin meanwhile.
     """
 
     seconds: float
@@ -43,12 +45,7 @@ class Prediction:
     least: float = 0.0
     computation: tuple[Span, ...] = ()
     transfers: tuple[Span, ...] = ()
-
-    @property
-    def tail(self) -> float:
-        """What remains to be communicated when the computation is over. Of a backward, the optimizer's step may begin
-        meanwhile."""
-        return self.seconds - self.computation[-1].stop if self.computation else 0.0
+    tail: float = 0.0
 
 
 def predict(tasks: TaskGraph, found: Scheduled) -> Prediction:
@@ -68,6 +65,7 @@ def predict(tasks: TaskGraph, found: Scheduled) -> Prediction:
             Span(" + ".join(tasks.transfers[index].name for index in span.transfers), span.start, span.stop)
             for span in timeline.transfers
         ),
+        tail=timeline.tail,
     )
 
 

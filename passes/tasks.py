@@ -178,6 +178,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         load=max(cost.load, average.load),
         stretch=cost.stretch,
         wakeup=cost.wakeup,
+        launch=cost.launch,
         merge=_merge(each, context),
         block=context.units[each.unit].block,
     )

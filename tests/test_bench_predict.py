@@ -20,7 +20,7 @@ from vescale_compile.passes.prediction import Prediction, Span
 possible = pytest.mark.skipif(what_is_missing() is not None, reason=f"no wire here: {what_is_missing()}")
 DEVICE = Device("cpu", {"float32": 1e11}, 1e10, None, 1.0, 1.0, 1e-6, {"aten.mm()": 0.5})
 FORWARD = Prediction(1.0, 0.6, 0.9, 0.3, 0.1, 0.9, (Span("a", 0.0, 0.7),), (Span("gather", 0.1, 1.0),))
-BACKWARD = Prediction(2.0, 1.2, 1.8, 0.6, 0.2, 1.8, (Span("b", 0.0, 1.5),), (Span("reduce", 0.5, 2.0),))
+BACKWARD = Prediction(2.0, 1.2, 1.8, 0.6, 0.2, 1.8, (Span("b", 0.0, 1.5),), (Span("reduce", 0.5, 2.0),), tail=0.5)
 FORECAST = Forecast(10, FORWARD, BACKWARD, 1.0)
 
 # What is measured is not the point, nor how deep the model: a size that compiles fast, with a little less to

@@ -12,7 +12,7 @@ from torch import nn
 
 import vescale_compile as vc
 from vescale_compile.__main__ import main
-from vescale_compile.cost import OPTIMIZERS, gpu_cluster
+from vescale_compile.cost import OPTIMIZERS, MeasuredCollective, gpu_cluster
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.runtime import pool
@@ -53,6 +53,17 @@ def test_a_step_is_computation_what_is_exposed_and_the_optimizers(usual):
     assert found.step_seconds == pytest.approx(parts)
     assert found.least_seconds <= found.step_seconds
     assert found.optimizer_seconds > 0
+
+
+def test_nothing_is_computed_during_launches():
+    def taking(seconds: float) -> Simulation:
+        measured = {kind: MeasuredCollective(1e-6, 1e12, launch=seconds) for kind in ("all_gather", "reduce_scatter")}
+        return simulated(cluster=replace(H100, measured=measured))
+
+    none, long = taking(0.0), taking(1.0)
+    spans = [span for part in long.graphs[0].parts.values() for span in part.prediction.transfers]
+    launches = sum(len(span.what.split(" + ")) for span in spans)
+    assert long.step_seconds - none.step_seconds == pytest.approx(launches, rel=1e-3)
 
 
 def test_a_slow_wire_exposes_communication_and_computes_as_long(usual):

@@ -79,7 +79,7 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
 
 
 def _transfer(name: str, cost: CollectiveCost, **uses: object) -> Transfer:
-    taken = {"load": cost.load, "stretch": cost.stretch, "wakeup": cost.wakeup}
+    taken = {"load": cost.load, "stretch": cost.stretch, "wakeup": cost.wakeup, "launch": cost.launch}
     return Transfer(name, cost.latency, cost.wire_time, **taken, **uses)  # type: ignore[arg-type]
 
 

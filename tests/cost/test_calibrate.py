@@ -38,6 +38,46 @@ def test_what_slows_computation_and_collective_is_found_from_both_together(load:
     assert contention(10.0, 5.0, short, 40.0, long) == pytest.approx((load, stretch))
 
 
+def test_both_together_are_not_taken_to_last_longer_than_one_after_the_other() -> None:
+    load, stretch = contention(10.0, 5.0, 25.0, 40.0, 70.0)
+    assert together(5.0, 10.0, load, stretch) <= 15.0 + 1e-9
+    assert together(40.0, 10.0, load, stretch) <= 50.0 + 1e-9
+
+
+class Clocked(module._Bench):
+    """Its clock stands but for a launch, a collective and products, of 2, 10 and 1 seconds."""
+
+    def __init__(self) -> None:
+        self.device, self.group, self.agree = "cpu", None, lambda seconds: seconds
+        self.seconds = self.arrival = 0.0
+
+    def start(self) -> "Clocked":
+        self.arrival = self.seconds + 10.0
+        self.seconds += 2.0
+        return self
+
+    def wait(self) -> None:
+        self.seconds = max(self.seconds, self.arrival)
+
+    def _multiply(self, products: int) -> None:
+        self.seconds += products
+
+    def _now(self) -> float:
+        return self.seconds
+
+
+def test_a_launch_is_measured_apart_from_what_follows_it() -> None:
+    bench = Clocked()
+    assert bench._after_a_pause(bench.start, 10.0) == [2.0, 10.0]
+
+
+def test_what_a_launch_takes_is_no_load() -> None:
+    bench = Clocked()
+    with mock.patch.object(module.dist, "barrier"):
+        assert bench._contention(bench.start, 10.0, 2.0) == (0.0, 1.0)
+        assert bench._contention(bench.start, 10.0, 0.0) != (0.0, 1.0)
+
+
 def test_without_a_process_group_the_device_alone_is_measured() -> None:
     found = calibrate(dtypes=[torch.float32])
     assert found.device.peak_flops.keys() == {"float32"}
@@ -61,6 +101,7 @@ def test_ranks_measure_their_collectives_and_agree() -> None:
     assert first.collectives.keys() == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
     assert all(0 <= each.load < 1 <= each.stretch for each in first.collectives.values())
     assert all(min(each.latency, each.wakeup) >= 0 for each in first.collectives.values())
+    assert all(0 < each.launch < 1 for each in first.collectives.values())
     where = wire_cluster(first.device, 2, 1.0, measured=first.collectives)
     assert 0 < collective_cost(where, "all_gather", 1 << 20).seconds < 10
 

@@ -6,7 +6,9 @@ from vescale_compile.schedule import Compute, TaskGraph, Transfer
 
 
 @st.composite
-def sharded_steps(draw: st.DrawFn, units: int, *, lanes: int = 1, merge: bool = False, load: float = 0.0) -> TaskGraph:
+def sharded_steps(
+    draw: st.DrawFn, units: int, *, lanes: int = 1, merge: bool = False, load: float = 0.0, launch: float = 0.0
+) -> TaskGraph:
     """A forward and a backward over ``units`` units, each gathered twice and reduced once, with scratch up to the
     size of what is reduced."""
     seconds = st.integers(1, 8).map(float)
@@ -21,7 +23,8 @@ def sharded_steps(draw: st.DrawFn, units: int, *, lanes: int = 1, merge: bool = 
     for unit in range(units):
         last = positions - 1 - unit
         wire_time, size = draw(seconds), draw(sizes)
-        common = {"lane": "gathers", "merge": "gathers" if merge else None, "load": load, "output_bytes": size}
+        taken = {"load": load, "launch": launch}
+        common = {"lane": "gathers", "merge": "gathers" if merge else None, "output_bytes": size, **taken}
         gathers.append(Transfer(f"gather {unit}", latency, wire_time, readers=(unit,), **common))
         repeats.append(Transfer(f"gather {unit} again", latency, wire_time, readers=(last,), repeats=unit, **common))
         reductions.append(
@@ -34,7 +37,7 @@ def sharded_steps(draw: st.DrawFn, units: int, *, lanes: int = 1, merge: bool = 
                 scratch_bytes=draw(st.integers(0, size)),
                 lane="gathers" if lanes == 1 else "reductions",
                 merge="reductions" if merge else None,
-                load=load,
+                **taken,
             )
         )
     return TaskGraph(tuple(compute), (*gathers, *repeats, *reductions))
@@ -70,6 +73,7 @@ def any_graphs(draw: st.DrawFn) -> TaskGraph:
                 load=draw(st.sampled_from([0.0, 0.2])),
                 stretch=draw(st.sampled_from([1.0, 1.5])),
                 wakeup=wakeups[wire],
+                launch=draw(st.sampled_from([0.0, 0.5])),
                 merge=draw(st.sampled_from([None, "mergeable"])),
             )
         )

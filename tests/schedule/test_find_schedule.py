@@ -41,9 +41,10 @@ def optimum(graph: TaskGraph, budget: int | None = None) -> float:
         sharded_steps(2),
         sharded_steps(2, lanes=2),
         sharded_steps(2, load=0.25),
+        sharded_steps(2, launch=0.5),
         pytest.param(sharded_steps(2, merge=True), marks=pytest.mark.slow),
     ],
-    ids=["one lane", "two lanes", "loading the device", "mergeable"],
+    ids=["one lane", "two lanes", "loading the device", "with launches", "mergeable"],
 )
 def test_two_units_are_scheduled_as_exhaustive_search_does(steps: st.SearchStrategy[TaskGraph]) -> None:
     @examples
@@ -107,6 +108,18 @@ def test_the_schedule_depends_on_the_graph_and_the_budget_alone(graph: TaskGraph
     again = TaskGraph(tuple(graph.compute), tuple(graph.transfers))
     budget = least_peak(graph) + room
     assert find_schedule(graph, budget).schedule == find_schedule(again, budget).schedule
+
+
+def test_launches_are_part_of_the_bound() -> None:
+    gathers = [Transfer(f"gather {i}", 0.0, 0.5, readers=(0,), load=0.2, launch=1.0) for i in range(4)]
+    found = find_schedule(TaskGraph((Compute("reads all", 10.0),), tuple(gathers)))
+    assert found.timeline.makespan == found.bound.compute == found.bound.critical_path == 10.0 + 4 * 1.0
+
+
+def test_two_wires_are_waited_for_at_once() -> None:
+    gathers = [Transfer(f"gather {w}", 0.0, 10.0, readers=(0,), lane=w, wire=w, load=0.45, stretch=2.2) for w in "xy"]
+    found = find_schedule(TaskGraph((Compute("reads both", 1.0),), tuple(gathers)))
+    assert found.timeline.makespan == found.bound.makespan == 10.0 + 1.0
 
 
 def layers(count: int, gather: float, compute: float, size: int, *, latency: float = 0.0) -> TaskGraph:

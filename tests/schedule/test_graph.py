@@ -24,6 +24,7 @@ GATHER = Transfer("gather", 0.0, 1.0, readers=(0,), output_bytes=4)
         (Transfer("t", 0.0, 1.0, readers=(0,), load=1.0), r"'t': load 1.0 must be in \[0, 1\)"),
         (Transfer("t", 0.0, 1.0, readers=(0,), stretch=0.5), "'t': stretch 0.5 must be at least 1"),
         (Transfer("t", 0.0, 1.0, readers=(0,), wakeup=-1.0), "'t': wakeup -1.0 s must be finite, not negative"),
+        (Transfer("t", 0.0, 1.0, readers=(0,), launch=-1.0), "'t': launch -1.0 s must be finite, not negative"),
         (Transfer("gather", 0.0, 1.0, readers=(0,)), "two transfers are named 'gather'"),
         (Transfer("t", 0.0, 1.0, readers=(1,), repeats=1), "'t': it repeats transfer 1, which is not one before"),
         (Transfer("t", 0.0, 1.0, readers=(1,), repeats=0), "'t': .*'gather', whose output has 4 bytes, not 0"),

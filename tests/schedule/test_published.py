@@ -1,10 +1,11 @@
 """Published models at scale: how near schedules come to the lower bound."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from vescale_compile.cost import gpu_cluster
+from vescale_compile.cost import MeasuredCollective, gpu_cluster
 from vescale_compile.passes.overlap import room_ahead
 from vescale_compile.published_graphs import published_graph
 from vescale_compile.schedule import Scheduled, TaskGraph, find_schedule, launched_early, least_peak, simulate
@@ -33,6 +34,14 @@ def test_the_gap_is_at_most_5_percent(model: str, ranks: int, tokens: int, room:
     for each in (found, Scheduled(early, simulate(graph, early), found.bound)):
         assert each.timeline.peak_bytes <= budget
         assert each.gap <= 0.05
+
+
+def test_what_was_measured_of_collectives_is_in_the_graph() -> None:
+    taken = {"load": 0.1, "stretch": 1.5, "wakeup": 0.2, "launch": 0.3}
+    measured = {kind: MeasuredCollective(1e-3, 1e9, **taken) for kind in ("all_gather", "reduce_scatter")}
+    graph = published_graph("llama-3-70b", replace(gpu_cluster("h100", 8), measured=measured), 8192)
+    for transfer in graph.transfers:
+        assert {name: getattr(transfer, name) for name in taken} == taken
 
 
 @pytest.mark.slow

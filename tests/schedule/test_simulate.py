@@ -17,6 +17,8 @@ from vescale_compile.schedule import (
     Wait,
     simulate,
 )
+from vescale_compile.schedule.lifetimes import Lifetimes
+from vescale_compile.schedule.machine import Machine
 
 
 def transfer(name: str, seconds: float, **uses: object) -> Transfer:
@@ -148,6 +150,34 @@ def test_a_transfer_takes_longer_where_its_wire_is_idle_when_it_is_launched() ->
     after_one_another = run(graph, Launch((0,)), Wait((0,)), Launch((1,)), Wait((1,)), Run(0), Run(1))
     assert at_once.makespan == 7.0 + 1.0
     assert after_one_another.makespan == 2 * 5.0 + 4.0 + 1.0
+
+
+def test_a_launch_keeps_from_computing_while_what_is_in_flight_goes_on() -> None:
+    gathers = [transfer(f"gather {i}", 2.0, readers=(i,), load=0.5, launch=1.0) for i in range(2)]
+    graph = TaskGraph((Compute("first", 4.0), Compute("second", 1.0)), tuple(gathers))
+    timeline = run(graph, Launch((0,)), Launch((1,)), Wait((0,)), Run(0), Wait((1,)), Run(1))
+    assert [(span.start, span.stop) for span in timeline.transfers] == [(0.0, 2.0), (2.0, 4.0)]
+    assert timeline.runs == ((2.0, 7.0), (7.0, 8.0))  # the first loses half of two seconds to the second gather
+    assert (timeline.exposed, timeline.slowdown) == (0.0, 2.0 + 1.0)
+
+
+def test_of_what_has_come_nothing_is_left_to_carry() -> None:
+    machine = Machine(Lifetimes(TWO_LAYERS))
+    for instruction in (Launch((0,)), Launch((1,)), Wait((0,)), Run(0)):
+        machine.execute(instruction)
+    assert (machine.backlog("wire", 0), machine.backlog("wire", 1), machine.backlog("wire")) == (0.0, 2.0, 2.0)
+
+
+def test_the_tail_begins_when_the_last_launch_is_over() -> None:
+    graph = TaskGraph((Compute("writes", 1.0),), (transfer("reduce", 3.0, writers=(0,), launch=0.5),))
+    timeline = run(graph, Run(0), Launch((0,)), Wait((0,)))
+    assert (timeline.makespan, timeline.tail) == (1.0 + 3.0, 2.5)
+
+
+def test_merged_transfers_are_launched_one_after_another() -> None:
+    parts = [Transfer(f"gather {i}", 0.0, 3.0, readers=(0,), merge="gathers", launch=0.5) for i in range(2)]
+    timeline = run(TaskGraph((Compute("reads", 1.0),), tuple(parts)), Launch((0, 1)), Wait((0, 1)), Run(0))
+    assert (timeline.exposed, timeline.slowdown) == (5.0, 1.0)
 
 
 def test_merged_transfers_pay_one_latency() -> None:

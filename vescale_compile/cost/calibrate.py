@@ -193,15 +193,18 @@ class _Bench:
     def measure(self, kind: str) -> MeasuredCollective:
         ranks = dist.get_world_size(self.group)
         sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES[self.device]]
-        seconds, after_pauses = [], []
+        seconds, after_pauses, launches = [], [], []
         for nbytes in sizes:
             start, other = (self._collective(kind, nbytes // 4, ranks) for _ in range(2))
             seconds += self.agree([self._in_a_row((start, other), nbytes)])
-            after_pauses += self.agree([self._after_a_pause(start, seconds[-1])])
+            returned, ended = self.agree(self._after_a_pause(start, seconds[-1]))
+            launches.append(returned)
+            after_pauses.append(ended)
         latency, bandwidth = fit(sizes, seconds)
         longer = statistics.median(late - soon for late, soon in zip(after_pauses, seconds, strict=True))
-        load, stretch = self._contention(start, seconds[-1])
-        return MeasuredCollective(latency, bandwidth, load, stretch, max(0.0, longer))
+        launch = statistics.median(launches)  # of middling size: what more of it takes is found as load
+        load, stretch = self._contention(start, seconds[-1], launch)
+        return MeasuredCollective(latency, bandwidth, load, stretch, max(0.0, longer), launch)
 
     def _in_a_row(self, starts: Sequence[Callable[[], Pending]], nbytes: int) -> float:
         """Seconds of one of many, each launched before the last one is waited for. One alone, or a few small ones, can
@@ -220,18 +223,20 @@ class _Bench:
             batches.append((self._now() - begin) / count)
         return statistics.median(batches[1:])
 
-    def _after_a_pause(self, start: Callable[[], Pending], estimate: float) -> float:
-        """Seconds of one that follows computation, as in a training step: the ranks do not come at the same time, and
-        threads and connections have been idle."""
-        taken = []
+    def _after_a_pause(self, start: Callable[[], Pending], estimate: float) -> list[float]:
+        """Seconds of the launch, and of all, of one that follows computation, as in a training step: the ranks do not
+        come at the same time, and threads and connections have been idle. A launch keeps a GPU from nothing."""
+        launches, taken = [], []
         for _ in range(_repetitions(estimate)):
             self._multiply(_PAUSE)
             begin = self._now()
-            start().wait()
+            pending = start()
+            launches.append(self._now() - begin if self.device == "cpu" else 0.0)
+            pending.wait()
             taken.append(self._now() - begin)
-        return statistics.fmean(taken)
+        return [statistics.median(launches), statistics.fmean(taken)]
 
-    def _contention(self, start: Callable[[], Pending], estimate: float) -> tuple[float, float]:
+    def _contention(self, start: Callable[[], Pending], estimate: float, launch: float) -> tuple[float, float]:
         """What computation and a collective take of each other: ``load`` and ``stretch`` of
         :class:`MeasuredCollective`.
 
@@ -241,12 +246,22 @@ class _Bench:
         Args:
             start: launches the collective.
             estimate: of the seconds that it takes by itself.
+            launch: seconds of that until its launch returns.
         """
         product = self.agree([self._both(None, _PAUSE) / _PAUSE])[0]
         few, many = (max(_PAUSE, round(share * estimate / product)) for share in _SHARES)
         cases = [(start, 0), (None, few), (start, few), (None, many), (start, many)]
         times = [[self._both(*case) for case in cases] for _ in range(_repetitions(estimate * sum(_SHARES) * 2))]
-        return contention(*self.agree([statistics.median(column) for column in zip(*times, strict=True)]))
+        alone, short, short_beside, long, long_beside = self.agree(
+            [statistics.median(column) for column in zip(*times, strict=True)]
+        )
+        return contention(
+            max(0.0, alone - launch),
+            short,
+            max(short, short_beside - launch),
+            long,
+            max(long, long_beside - launch),
+        )
 
     def _both(self, start: Callable[[], Pending] | None, products: int) -> float:
         """Seconds of a collective, if there is one, and products beside it."""
@@ -288,10 +303,11 @@ def _repetitions(seconds: float) -> int:
 
 
 def contention(alone: float, short: float, short_beside: float, long: float, long_beside: float) -> tuple[float, float]:
-    """``load`` and ``stretch`` of a collective which explain five times best, in seconds.
+    """``load`` and ``stretch`` of a collective which explain five times best, in seconds. Both together take no longer
+    than one after the other: the product is at most 1.
 
     Args:
-        alone: of the collective.
+        alone: of the collective, once its launch has returned.
         short: of computation that is over before the collective.
         short_beside: of both together.
         long: of computation that lasts longer than the collective.
@@ -302,7 +318,8 @@ def contention(alone: float, short: float, short_beside: float, long: float, lon
         pairs = ((short, short_beside), (long, long_beside))
         return sum((together(work, alone, *shares) / measured - 1) ** 2 for work, measured in pairs)
 
-    return min(itertools.product(_LOADS, _STRETCHES), key=error)
+    possible = [(load, stretch) for load, stretch in itertools.product(_LOADS, _STRETCHES) if load * stretch <= 1]
+    return min(possible, key=error)
 
 
 def together(work: float, alone: float, load: float, stretch: float) -> float:

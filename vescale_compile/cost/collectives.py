@@ -30,6 +30,7 @@ class CollectiveCost:
         load: share of the compute device that it takes while it runs.
         stretch: how many times longer it takes while the device computes beside it.
         wakeup: seconds that it takes longer on links that are idle when it is launched.
+        launch: seconds for which its launch keeps the device from computing.
     """
 
     algorithm: str
@@ -38,6 +39,7 @@ class CollectiveCost:
     load: float
     stretch: float = 1.0
     wakeup: float = 0.0
+    launch: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -64,7 +66,9 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
         return CollectiveCost("ring", 0.0, 0.0, 0.0)
     if found := cluster.measured.get(kind):
         wire_time = nbytes / found.bandwidth
-        return CollectiveCost("measured", found.latency, wire_time, found.load, found.stretch, found.wakeup)
+        return CollectiveCost(
+            "measured", found.latency, wire_time, found.load, found.stretch, found.wakeup, found.launch
+        )
     candidates = [algorithm(cluster, kind, nbytes) for algorithm in _ALGORITHMS[kind]]
     return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
 

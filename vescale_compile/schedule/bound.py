@@ -17,12 +17,13 @@ class Bound:
     """Lower bounds on the makespan of every schedule of a graph within a budget, seconds.
 
     Attributes:
-        compute: all the computation, and what the transfers take of the compute device.
+        compute: all the computation, and what launches and transfers take of the compute device. Those of repeated
+            transfers are left out.
         communication: all that the busiest wire must carry. Repeated transfers are left out as far as the budget
             could at best allow it, and those that may share collectives pay one latency.
         critical_path: the longest chain of what must follow one another: the transfers that a position needs, one
-            after another over their wire; the computation from there; and the transfers that can't be launched
-            before, because nothing has been written to send, or for want of room for what they bring.
+            after another over their wire, or their launches; the computation from there; and the transfers that can't
+            be launched before, because nothing has been written to send, or for want of room for what they bring.
     """
 
     compute: float
@@ -38,18 +39,28 @@ class Bound:
 def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     """Bounds the makespan of all schedules of ``graph`` whose peak memory is at most ``budget`` bytes."""
     room = [(_UNLIMITED if budget is None else budget) - nbytes for nbytes in _held(graph)]
-    load = sum(
-        min(1.0, transfer.load * transfer.stretch) * transfer.wire_time
-        for transfer in graph.transfers
-        if transfer.repeats is None
-    )
     reached = _reached(graph)
     communication, critical_path = 0.0, reached[-1]
     for wire in dict.fromkeys(transfer.wire for transfer in graph.transfers):
         carried = [transfer for transfer in graph.transfers if transfer.wire == wire]
         communication = max(communication, _seconds(carried) - _most_saved(graph, carried, room))
         critical_path = max(critical_path, _longest_tail(graph, carried, reached, room))
-    return Bound(graph.elapsed[-1] + load, communication, critical_path)
+    return Bound(graph.elapsed[-1] + _taken(graph), communication, critical_path)
+
+
+def _taken(graph: TaskGraph) -> float:
+    """What transfers take of the compute device at least, or of the time in which it waits: their launches, and what
+    they load it by, but for what is on the wires meanwhile."""
+    launches = loaded = 0.0
+    shares: dict[str, float] = {}
+    for transfer in graph.transfers:
+        share = min(1.0, transfer.load * transfer.stretch)
+        shares[transfer.wire] = max(shares.get(transfer.wire, 0.0), share)
+        if transfer.repeats is None:
+            launches += transfer.launch
+            loaded += share * transfer.wire_time
+    together = sum(shares.values())
+    return launches + max(0.0, loaded - launches * together) / max(1.0, together)
 
 
 def _held(graph: TaskGraph) -> list[int]:
@@ -90,9 +101,11 @@ def _reached(graph: TaskGraph) -> list[float]:
         if transfer.repeats is None and transfer.deadline is not None:
             due[transfer.deadline].append(transfer)
     reached = [0.0]
+    launches = 0.0
     brought: dict[str, list[Transfer]] = defaultdict(list)
     for position, compute in enumerate(graph.compute):
         for transfer in due[position]:
+            launches += transfer.launch
             if transfer.ready:
                 writer = transfer.ready - 1
                 done = reached[writer] + graph.compute[writer].duration + transfer.duration
@@ -100,6 +113,7 @@ def _reached(graph: TaskGraph) -> list[float]:
                 brought[transfer.wire].append(transfer)
                 done = _seconds(brought[transfer.wire])
             reached[position] = max(reached[position], done)
+        reached[position] = max(reached[position], graph.elapsed[position] + launches)
         reached.append(reached[position] + compute.duration)
     return reached
 

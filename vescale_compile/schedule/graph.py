@@ -50,6 +50,7 @@ class Transfer:
         load: share of the compute device that the transfer takes while it has its wire to itself, in [0, 1).
         stretch: how many times longer it takes while the device computes beside it, at least 1.
         wakeup: seconds that it takes longer if its wire is idle when it is launched; of merged transfers, the most.
+        launch: seconds for which its launch keeps the device from computing; merged transfers pay each.
         repeats: index of the earlier transfer whose output this one brings once more (the gather for the
             backward): a schedule may keep that output instead.
         merge: transfers of equal ``merge`` may share one collective; None for those that may not.
@@ -69,6 +70,7 @@ class Transfer:
     load: float = 0.0
     stretch: float = 1.0
     wakeup: float = 0.0
+    launch: float = 0.0
     repeats: int | None = None
     merge: str | None = None
     block: str = ""
@@ -163,6 +165,8 @@ class TaskGraph:
             return f"stretch {transfer.stretch} must be at least 1"
         if not 0 <= transfer.wakeup < math.inf:
             return f"wakeup {transfer.wakeup} s must be finite, not negative"
+        if not 0 <= transfer.launch < math.inf:
+            return f"launch {transfer.launch} s must be finite, not negative"
         return None
 
     def _repeat_problem(self, index: int, transfer: Transfer) -> str | None:

@@ -23,6 +23,7 @@ class Job:
         ready: the first position before which it can be launched.
         deadline: the position before which it must be done; the number of positions where that is the end.
         duration: seconds, with the wire to itself.
+        launch: seconds that its launch takes.
         output_bytes: taken at its launch, and kept.
         scratch_bytes: taken at its launch, and given back at its wait.
         input_bytes: given back at its wait.
@@ -33,6 +34,7 @@ class Job:
     ready: int
     deadline: int
     duration: float
+    launch: float
     output_bytes: int
     scratch_bytes: int
     input_bytes: int
@@ -115,6 +117,7 @@ def job_of(graph: TaskGraph, group: tuple[int, ...]) -> Job:
         ready=max(part.ready for part in parts),
         deadline=min(deadlines),
         duration=max(part.latency for part in parts) + sum(part.wire_time for part in parts),
+        launch=sum(part.launch for part in parts),
         output_bytes=sum(part.output_bytes for part in parts),
         scratch_bytes=sum(part.scratch_bytes for part in parts),
         input_bytes=sum(part.input_bytes for part in parts),

@@ -111,13 +111,15 @@ class _Walk:
         self.flying: list[Job] = []  # launched and not waited for, in launch order
         self.early = 0  # of them, those that a compute task later than the next one waits for
         self.to_launch = dict.fromkeys(self.free, 0.0)  # seconds of wire
+        self.launches = sum(job.launch for job in frame.jobs)  # seconds of launches that are to come
         for job in frame.jobs:
             self.to_launch[job.wire] += job.duration
 
     def least_makespan(self) -> float:
         """Seconds that the program will take at least."""
         to_carry = (seconds + self.machine.backlog(wire) for wire, seconds in self.to_launch.items())
-        return self.machine.now + max(self.elapsed[-1] - self.elapsed[self.machine.position], *to_carry, 0.0)
+        to_do = self.elapsed[-1] - self.elapsed[self.machine.position] + self.launches
+        return self.machine.now + max(to_do, *to_carry, 0.0)
 
     def step(self, position: int) -> None:
         """Schedules all up to the end of one compute task."""
@@ -151,16 +153,19 @@ class _Walk:
 
     def _fill(self, position: int) -> None:
         """Gives each wire work until the compute task at ``position``, which may have to wait, will be over."""
-        machine = self.machine
-        due = [job for job in self.frame.due[position] if job.transfers in machine.outstanding]
-        stall = max((machine.backlog(job.wire, job.transfers[0]) for job in due), default=0.0)
-        end = stall + machine.graph.compute[position].duration
         for wire in self.free:
-            while machine.backlog(wire) < end:
+            while self.machine.backlog(wire) < self._until_over(position):
                 job = self._choose(wire, position)
                 if job is None:
                     break
                 self._launch(job, position)
+
+    def _until_over(self, position: int) -> float:
+        """Seconds until the next compute task will be over, what it waits for included."""
+        machine = self.machine
+        due = [job for job in self.frame.due[position] if job.transfers in machine.outstanding]
+        stall = max((machine.backlog(job.wire, job.transfers[0]) for job in due), default=0.0)
+        return stall + machine.graph.compute[position].duration
 
     def _choose(self, wire: str, position: int) -> Job | None:
         candidates = self.written[wire][:]
@@ -242,6 +247,7 @@ class _Walk:
             for later in range(position, job.deadline):
                 self.reserved[later] += job.output_bytes
         self.to_launch[job.wire] -= job.duration
+        self.launches -= job.launch
         self.machine.launch(job.transfers)
         self.flying.append(job)
 

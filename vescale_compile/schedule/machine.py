@@ -7,6 +7,7 @@ and the simulator's report is its record. Times are in seconds, memory in bytes.
 - A lane runs its collectives one after another, in launch order; one starts no sooner than its launch, that is
   after the computation that precedes it in the program (as a stream waits for the event recorded at a launch).
 - Lanes over one wire that are busy at the same time share it equally.
+- A launch takes time in which nothing is computed, and what is in flight, the collective itself too, goes on.
 - A collective that is launched while nothing goes over its wire takes longer, by its wakeup.
 - A transfer that loads the compute device slows the computation that runs beside it, and may be slowed by it.
 - Memory follows the program, not the clock, so it does not depend on the durations being right: a buffer lives
@@ -57,6 +58,7 @@ class Machine:
         peak: the most bytes so far, base memory included.
         outstanding: collectives launched and not waited for, in launch order.
         runs: start and stop of each compute task so far, seconds.
+        busy_until: seconds at which the last computation or launch ended.
         stalls: seconds that each wait took, if it took any.
     """
 
@@ -72,6 +74,7 @@ class Machine:
         self.outstanding: dict[tuple[int, ...], Collective] = {}
         self.collectives: list[Collective] = []
         self.runs: list[tuple[float, float]] = []
+        self.busy_until = 0.0
         self.stalls: dict[tuple[int, ...], float] = {}
         self._lanes: dict[str, list[Collective]] = {}
 
@@ -118,6 +121,7 @@ class Machine:
             collective.started = self.now
         self.held += sum(part.output_bytes + part.scratch_bytes for part in parts)
         self.peak = max(self.peak, self.held + self.graph.live_before(self.position))
+        self._spend(sum(part.launch for part in parts), computing=False)
 
     def wait(self, transfers: tuple[int, ...]) -> None:
         """Waits for a collective, and gives its input and its scratch back."""
@@ -127,7 +131,7 @@ class Machine:
         self.instructions.append(Wait(transfers))
         before = self.now
         while collective.stopped is None:
-            self._advance(None)
+            self._advance(None, computing=False)
         if self.now > before:
             self.stalls[transfers] = self.now - before
         self.done.update(transfers)
@@ -146,16 +150,21 @@ class Machine:
         compute = self.graph.compute[position]
         self.held += self.lifetimes.inputs_at[position]
         self.peak = max(self.peak, self.held + compute.live_bytes)
-        start, work = self.now, compute.duration
-        while work > 0:
-            work = self._advance(work)
+        start = self.now
+        self._spend(compute.duration, computing=True)
         self.runs.append((start, self.now))
         self.held -= self.lifetimes.outputs_after[position]
         self.position += 1
 
+    def _spend(self, seconds: float, computing: bool) -> None:
+        """Does what takes so long where nothing is in flight."""
+        while seconds > 0:
+            seconds = self._advance(seconds, computing)
+        self.busy_until = self.now
+
     def backlog(self, wire: str, through: int | None = None) -> float:
         """Seconds that the wire has still to carry: all, or what lies before the end of the transfer ``through``."""
-        total, alone, lanes = 0.0, None, []
+        total, alone, lanes = 0.0, 0.0, []
         for queue in self._lanes.values():
             if queue and queue[0].wire == wire:
                 carried = 0.0
@@ -165,7 +174,7 @@ class Machine:
                         alone = carried
                 lanes.append(carried)
                 total += carried
-        return total if alone is None else sum(min(carried, alone) for carried in lanes)
+        return total if through is None else sum(min(carried, alone) for carried in lanes)
 
     def in_flight(self) -> tuple[tuple[tuple[int, ...], float], ...]:
         """What the lanes have still to do: collectives and seconds of wire, lane by lane."""
@@ -184,11 +193,12 @@ class Machine:
             if part.ready > self.position:
                 raise ScheduleError(f"{name}: launched before {self.graph.compute[part.ready - 1].name!r} has written")
 
-    def _advance(self, work: float | None) -> float:
-        """Lets time pass until a collective stops or, if it is sooner, ``work`` seconds of computation are done.
+    def _advance(self, work: float | None, computing: bool) -> float:
+        """Lets time pass until a collective stops or, if it is sooner, ``work`` seconds of computation, or of a launch,
+        are done. Only computation and collectives slow each other.
 
         Returns:
-            Seconds of computation that are left.
+            Seconds of work that are left.
         """
         heads = [queue[0] for queue in self._lanes.values() if queue]
         if work is not None and not heads:
@@ -197,12 +207,13 @@ class Machine:
         busy: dict[str, int] = {}
         for head in heads:
             busy[head.wire] = busy.get(head.wire, 0) + 1
-        slower = [busy[head.wire] * (1.0 if work is None else head.stretch) for head in heads]
+        slower = [busy[head.wire] * (head.stretch if computing else 1.0) for head in heads]
         times = [head.remaining * factor for head, factor in zip(heads, slower, strict=True)]
         step = min(times)
         speed = 1.0
-        if work is not None:
+        if computing:
             speed -= sum(head.load / busy[head.wire] for head in heads)
+        if work is not None:
             if work <= step * speed:
                 step, work = work / speed, 0.0
             else:

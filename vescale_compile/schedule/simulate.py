@@ -37,11 +37,12 @@ class Timeline:
         makespan: until everything is done and waited for.
         compute: sum of the compute tasks' durations.
         exposed: time in which the computation stands still and waits.
-        slowdown: time that the computation lost to transfers that load the compute device.
+        slowdown: time that the computation lost to launches, and to transfers that load the compute device.
         communication: sum of the transfers' durations, each with the wire to itself.
         peak_bytes: the most memory live at any instruction.
         runs: start and stop of each compute task.
         transfers: in launch order.
+        tail: time at the end in which nothing is left to compute or to launch.
         most_in_flight: the most collectives launched and not waited for at a time.
     """
 
@@ -53,11 +54,12 @@ class Timeline:
     peak_bytes: int
     runs: tuple[tuple[float, float], ...]
     transfers: tuple[TransferSpan, ...]
+    tail: float
     most_in_flight: int
 
     @property
     def hidden(self) -> float:
-        """Share of the time during which a transfer was on the wire in which the computation went on."""
+        """Share of the time during which a transfer was on the wire in which the computation did not wait."""
         busy = _covered((span.start, span.stop) for span in self.transfers)
         return 1 - self.exposed / busy if busy else 1.0
 
@@ -103,6 +105,7 @@ def timeline(machine: Machine, most_in_flight: int) -> Timeline:
         peak_bytes=machine.peak,
         runs=tuple(machine.runs),
         transfers=tuple(spans),
+        tail=machine.now - machine.busy_until,
         most_in_flight=most_in_flight,
     )
 
