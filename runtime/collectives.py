@@ -15,10 +15,9 @@ from its shard, which is a copy that no collective is without. How all this is d
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,15 +31,9 @@ from ..torch_internals import (
     reduce_scatter_coalesced,
     reduce_scatter_single,
 )
+from .messages import EXCHANGE, GATHER, REDUCTION, Message, peers_of, start_exchange
 
 _COALESCING = ("nccl", "gloo", "fake")  # backends
-# Tags of our messages, each with a number that comes of all that this rank has exchanged before (see `tell_apart`).
-# They must not meet others of the same process group, nor each other: ranks that came to different collectives wait
-# until the process group's timeout, and don't take gradients for parameters, or one layer's for another's.
-_GATHER, _REDUCTION, _EXCHANGE = 0x63, 0x64, 0x65
-_NUMBERS = 1 << 24  # gloo's tags have 32 bits
-_FACTOR = 1_000_003
-_numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
@@ -56,25 +49,6 @@ class Nothing:
 
     def wait(self) -> None:
         pass
-
-
-class Message(NamedTuple):
-    """What is sent to a rank, or where what it sends goes."""
-
-    tensor: Tensor
-    rank: int  # in the group
-
-
-def tell_apart(group: dist.ProcessGroup, number: int) -> None:
-    """Has ranks that are about to exchange messages of different buffers, or graphs, wait for each other in vain.
-
-    Args:
-        group: the ranks.
-        number: of the buffer or the graph, alike on all of them.
-    """
-    numbers = _numbers.setdefault(group, Counter())
-    for kind in (_GATHER, _REDUCTION, _EXCHANGE):
-        numbers[kind] = (numbers[kind] * _FACTOR + number) % _NUMBERS
 
 
 def start_all_gather(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -104,9 +78,9 @@ def start_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
     parts = full.view(group.size(), -1)
     own = parts[group.rank()]
     if exchanges_directly(full.device, group):
-        peers = _peers(group)
+        peers = peers_of(group)
         sent, received = [Message(own, rank) for rank in peers], [Message(parts[rank], rank) for rank in peers]
-        return _exchange(sent, received, group, _GATHER)
+        return start_exchange(sent, received, group, GATHER)
     if full.device.type == "cuda":
         return _on_stream("gather", full.device, lambda: all_gather_single(full, own, group=group))
     return all_gather_single(full, own, group=group, async_op=True)
@@ -140,12 +114,12 @@ def start_all_to_all(
     """
     if exchanges_directly(sent.device, group):
         outgoing, incoming = sent.view(group.size(), -1), received.view(group.size(), -1)
-        peers = _peers(group)
-        pending = _exchange(
+        peers = peers_of(group)
+        pending: Pending = start_exchange(
             [Message(outgoing[rank], rank) for rank in peers],
             [Message(incoming[rank], rank) for rank in peers],
             group,
-            _EXCHANGE,
+            EXCHANGE,
         )
         return _Deferred(lambda: (pending.wait(), finish()))
 
@@ -245,13 +219,13 @@ def _backend(device: torch.device, group: dist.ProcessGroup) -> str:
 def _reduce_by_exchange(
     full: Tensor, shard: Tensor, scratch: Tensor, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
 ) -> Pending:
-    peers = _peers(group)
+    peers = peers_of(group)
     received = scratch.view(len(peers), shard.numel())
-    exchange = _exchange(
+    exchange = start_exchange(
         [Message(_part(full, rank, shard), rank) for rank in peers],
         [Message(part, rank) for part, rank in zip(received, peers, strict=True)],
         group,
-        _REDUCTION,
+        REDUCTION,
     )
 
     def finish() -> None:
@@ -297,20 +271,6 @@ def _part(full: Tensor, rank: int, shard: Tensor) -> Tensor:
 def _in_dtype(shard: Tensor, own: Tensor) -> Tensor:
     """The shard, if it has the buffer's dtype; else its place in the buffer, with the shard cast into it."""
     return shard if shard.dtype == own.dtype else own.copy_(shard)
-
-
-def _peers(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, each rank beginning with the one after it, so that no two rush to one."""
-    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
-
-
-def _exchange(sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Pending:
-    number = _numbers.setdefault(group, Counter())
-    number[tag] = (number[tag] + 1) % _NUMBERS
-    tag = tag * _NUMBERS + number[tag]
-    works = [dist.irecv(tensor, group=group, group_src=rank, tag=tag) for tensor, rank in received]
-    works += [dist.isend(tensor, group=group, group_dst=rank, tag=tag) for tensor, rank in sent]
-    return _Deferred(lambda: [work.wait() for work in works if work is not None])
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Nothing, Pending, scratch_numel, start_all_gathers, start_reduce_scatters, tell_apart
+from .collectives import Nothing, Pending, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
 from .groups import group_named
+from .messages import tell_apart
 from .reductions import add_held, held_back, with_held
 
 _LIBRARY = torch.library.Library("vescale", "DEF")

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Nothing, Pending, average_replicas, start_all_to_all, start_gather_in_place, tell_apart
+from .collectives import Nothing, Pending, average_replicas, start_all_to_all, start_gather_in_place
 from .groups import group_named
+from .messages import tell_apart
 from .ops import define, in_flight_on, launched, replicas_of
 from .packing import StochasticQuantizer, packing_named
 from .quantizing import Kernels, average_into, dequantize_into, quantize_into

@@ -15,8 +15,8 @@ from .passes.context import GraphError, Part
 from .quantities import size_text
 from .runtime.agreement import agree_on_buffers, agree_on_graph, life, tell_of_failure
 from .runtime.boundary import binding_of, flat_input
-from .runtime.collectives import tell_apart
 from .runtime.dbuffer import DBuffer
+from .runtime.messages import tell_apart
 from .runtime.model import Forward, kept_beside
 from .runtime.used import add_graph
 from .torch_internals import saves_elsewhere

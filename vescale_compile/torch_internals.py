@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -368,6 +369,11 @@ def after_backward(function: Callable[[], None]) -> None:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """What a process group, which has a backend for each type of device, uses for one. No public name gives it."""
     return group._get_backend(device)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long what is sent over gloo to ranks of a group may take. Public calls take it, and none tells it."""
+    return backend_of(group, torch.device("cpu")).options._timeout
 
 
 def never_start_tracing_at(function: Callable[..., Any]) -> None:

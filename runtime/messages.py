@@ -1,0 +1,100 @@
+"""Messages between ranks on CPUs, over gloo: what collectives are made of where gloo's own copy too much."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..torch_internals import timeout_of
+
+# Tags, each with a number that comes of all that this rank has exchanged before (see `tell_apart`). They must not meet
+# others of the same process group, nor each other: ranks that came to different collectives wait until the process
+# group's timeout, and don't take gradients for parameters, or one layer's for another's.
+GATHER, REDUCTION, EXCHANGE = 0x63, 0x64, 0x65
+_NUMBERS = 1 << 24  # gloo's tags have 32 bits
+_FACTOR = 1_000_003
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
+_ways_back: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class Message(NamedTuple):
+    """What is sent to a rank, or where what it sends goes."""
+
+    tensor: Tensor
+    rank: int  # in the group
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages in flight."""
+
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> None:
+        """Returns when all have come, and what was sent may be written; raises at the process group's timeout."""
+        for work in self.works:
+            work.wait()
+
+
+def tell_apart(group: dist.ProcessGroup, number: int) -> None:
+    """Has ranks that are about to exchange messages of different buffers, or graphs, wait for each other in vain.
+
+    Args:
+        group: the ranks.
+        number: of the buffer or the graph, alike on all of them.
+    """
+    numbers = _numbers.setdefault(group, Counter())
+    for kind in (GATHER, REDUCTION, EXCHANGE):
+        numbers[kind] = (numbers[kind] * _FACTOR + number) % _NUMBERS
+
+
+def peers_of(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks, each rank beginning with the one after it, so that no two rush to one."""
+    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
+
+
+def start_exchange(
+    sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup, kind: int
+) -> Exchange:
+    """Sends and receives messages, none of which may be touched until the wait has returned.
+
+    Args:
+        sent: to other ranks.
+        received: from other ranks, each of the bytes that its sender sends.
+        group: the ranks. All of them exchange something at this point.
+        kind: of the collective that the messages are of: :data:`GATHER`, :data:`REDUCTION` or :data:`EXCHANGE`.
+    """
+    number = _numbers.setdefault(group, Counter())
+    number[kind] = (number[kind] + 1) % _NUMBERS
+    tag = kind * _NUMBERS + number[kind]
+    ranks = dist.get_process_group_ranks(group)  # of the whole job: those of the group are others on the way back
+    works = [dist.irecv(tensor, ranks[rank], _way(rank, group.rank(), group), tag) for tensor, rank in received]
+    works += [dist.isend(tensor, ranks[rank], _way(group.rank(), rank, group), tag) for tensor, rank in sent]
+    return Exchange(tuple(work for work in works if work is not None))
+
+
+def _way(sender: int, receiver: int, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group between two of whose ranks messages travel in one direction, as others do in the other direction.
+
+    Gloo has one connection between two ranks of a group. It is locked while the computing thread writes megabytes to
+    it, and if something comes meanwhile, gloo's own thread asks for it in vain again and again, on a core that others
+    compute on. So what comes is on another connection than what goes.
+    """
+    return group if sender < receiver else _way_back(group)
+
+
+def _way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if group not in _ways_back:
+        _ways_back[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timeout_of(group),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return _ways_back[group]
