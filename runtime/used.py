@@ -34,7 +34,9 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[
     if len(buffer.params) == 1 or (compiled and len(life().gradients.get(buffer.layout, ())) <= 1):
         return used
     everything = set(range(len(buffer.params)))
-    mask = torch.tensor([index in used for index in everything], dtype=torch.uint8).to(buffer.shard.device)
+    device = buffer.shard.device
+    mask = torch.tensor([index in used for index in everything], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    mask = mask.to(device, non_blocking=True)  # from pageable memory the host would wait for all that the GPU has to do
     comm = buffer.comm(buffer.number)
     for group in filter(None, (comm.group, comm.replicas)):
         dist.all_reduce(mask, dist.ReduceOp.MAX, group_named(group))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -80,14 +80,14 @@ def lower_before_2_13(before: Sequence[Any], pinned: Any, *args: Any) -> Any:
     leaves out the pins behind such a node (2.12).
     """
     graph: GraphLowering = V.graph
-    nodes = cast(tuple[fx.Node, ...], graph.current_node.args[0])
     names: list[str] = []
     for leaf in pytree.tree_leaves(before):
         if isinstance(leaf, ir.IRNode):
             leaf.realize()
             names.append(leaf.get_name())
-    for node in nodes:
-        names += node.meta.get(_OPERATIONS, ())
+    for node in pytree.tree_leaves(graph.current_node.args[0]):  # a node that was decomposed has left what it returned
+        if isinstance(node, fx.Node):
+            names += node.meta.get(_OPERATIONS, ())
     known = len(graph.operations)
     result = _lower_nodes(pinned.graph_module.graph, args)
     added = graph.operations[known:]

@@ -67,7 +67,8 @@ def fully_shard(
         reshard_after_forward: free gathered parameters after the forward, and gather again in the backward; where
             the backend is given a ``memory_budget``, only of as many units as it takes to stay within it.
             False keeps them: one gather less, and the memory of the unsharded parameters.
-        mp_policy: dtypes of gathers, reductions, inputs and outputs. Sharded parameters keep their own dtype.
+        mp_policy: dtypes of gathers, reductions, inputs and outputs. Sharded parameters keep their own dtype; gradients
+            are reduced in ``param_dtype`` where ``reduce_dtype`` is left out.
         granularity: called with each parameter's name and the parameter; the smallest piece that may not be
             cut, None for single elements. Optimizers state the one that they need
             (``vescale_compile.optim.AdamW8bit.granularity``). Of several, in a list, no piece of any is cut.

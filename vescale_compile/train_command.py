@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--backend", choices=["vescale", "inductor", "aot_eager", "eager"], default="vescale")
     how.add_argument("--lowering", choices=["inductor", "eager"], help="of the vescale backend (inductor)")
     how.add_argument("--ddp", action="store_true", help="replicate with DistributedDataParallel, for comparison")
-    how.add_argument("--param-dtype", choices=PARAM_DTYPES, help="of sharded parameters in use (fp32)")
+    how.add_argument("--param-dtype", choices=PARAM_DTYPES, help="of gathers and computation (fp32)")
     how.add_argument(
         "--reshard",
         action=argparse.BooleanOptionalAction,

@@ -8,8 +8,8 @@ import models
 import pytest
 import torch
 from handmade import Graph
-from ranks import fake_world
-from torch import fx
+from ranks import fake_world, on_ranks
+from torch import Tensor, fx, nn
 from written import code_written_for
 
 import vescale_compile as vc
@@ -76,6 +76,34 @@ def test_inductor_before_2_13_keeps_the_order_too(monkeypatch):
     written = [re.findall(r"^ *(?:buf\d+ = )?torch\.ops\.(vescale\.\w+)", code, re.MULTILINE) for code in codes]
     assert written == planned
     assert all(len(calls) > 3 for calls in written)
+
+
+@torch.library.custom_op("tests::scale_into", mutates_args={"out"})
+def scale_into(x: Tensor, scale: Tensor, out: Tensor) -> None:
+    out.copy_(x * scale)
+
+
+class ScaledInPlace(nn.Module):
+    """Layers whose parameter is read by an operator that writes its argument, and has no result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ParameterList([torch.full((8,), number)]) for number in (2.0, 3.0, 5.0, 7.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for (scale,) in self.layers:
+            out = torch.empty_like(x)
+            scale_into(x, scale, out)
+            x = out
+        return x
+
+
+@on_ranks(2)
+def test_an_operator_that_writes_its_arguments_may_read_parameters_in_a_slot():
+    torch._dynamo.reset()
+    call = torch.compile(vc.fully_shard(ScaledInPlace()), backend="vescale")
+    with torch.no_grad():
+        assert call(torch.ones(8)).tolist() == [210.0] * 8
 
 
 def test_a_kernel_that_computes_what_a_pinned_operator_reads_is_fused_with_earlier_ones():

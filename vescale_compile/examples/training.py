@@ -157,7 +157,7 @@ def prepare(settings: TrainSettings, device: torch.device) -> Training:
             model,
             mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
             reshard_after_forward=settings.reshard,
-            mp_policy=vc.MixedPrecisionPolicy(param_dtype=settings.param_dtype),
+            mp_policy=vc.MixedPrecisionPolicy(param_dtype=settings.param_dtype, reduce_dtype=torch.float32),
             granularity=RECIPES[settings.optim].granularity(),
         )
     model.to_empty(device=device)
@@ -220,16 +220,22 @@ def _step(
     """One optimizer step over `accumulate` batches; returns their mean loss on this rank."""
     total = torch.zeros((), device=device)
     for index in range(settings.accumulate):
-        tokens, labels = next(data)
+        tokens, labels = _moved(next(data), device)
         is_last = index == settings.accumulate - 1
         with nullcontext() if is_last else training.no_sync():
-            loss = training.forward(tokens.to(device), labels.to(device)) / settings.accumulate
+            loss = training.forward(tokens, labels) / settings.accumulate
             loss.backward()
         total += loss.detach()
     torch.nn.utils.clip_grad_norm_(training.model.parameters(), GRADIENT_NORM)
     optimizer.step()
     optimizer.zero_grad()
     return total
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    """Pinned on its way to a GPU: from pageable memory the host would wait for all that the GPU has to do."""
+    tokens, labels = (each.pin_memory() if device.type == "cuda" else each for each in batch)
+    return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
 def learning_rate(step: int, steps: int) -> float:
