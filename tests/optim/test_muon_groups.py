@@ -198,6 +198,10 @@ WRONG_GROUPS: dict[str, tuple[Any, str]] = {
     ),
     "no parameter for an option": ({"params": [MATRIX], "betas": (0.9, 0.9)}, "'betas' of 'adamw', and no parameter"),
     "the optimizer's option": ({"params": [MATRIX], "exchange_bytes": 5}, "can't be options of a group"),
+    "the optimizer's name of an option": (
+        {"params": [VECTOR], "algorithm": "adamw", "adamw_lr": 0.1},
+        "'adamw_lr' can't be an option of a group; in a group of 'algorithm': 'adamw' its name is 'lr'",
+    ),
     "foreach": (
         {"params": [VECTOR], "algorithm": "adamw", "foreach": True, "lr": torch.tensor(0.1)},
         "foreach is True and lr a tensor",

@@ -95,8 +95,7 @@ class MatrixOptimizer(Optimizer):
         """
         if not isinstance(param_group, dict) or isinstance(param_group["params"], set):
             super().add_param_group(param_group)  # which refuses them
-        if misplaced := sorted(self.whole_options & param_group.keys()):
-            raise ValueError(f"{self._name}: {misplaced} can't be options of a group; give them to the optimizer")
+        self._check_option_names(param_group)
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         groups = split_group(self._name, {**param_group, "params": params}, self._defaults_by_algorithm())
@@ -181,6 +180,16 @@ class MatrixOptimizer(Optimizer):
         if group["algorithm"] == self.algorithm:
             return self._layouts(param)
         return {"step": None, "exp_avg": layout_of(param), "exp_avg_sq": layout_of(param)}
+
+    def _check_option_names(self, group: Mapping[str, Any]) -> None:
+        if misplaced := sorted(self.whole_options & group.keys()):
+            raise ValueError(f"{self._name}: {misplaced} can't be options of a group; give them to the optimizer")
+        for key in sorted(self.defaults.keys() & group.keys()):
+            if key.startswith("adamw_"):
+                raise ValueError(
+                    f"{self._name}: {key!r} can't be an option of a group; in a group of 'algorithm': 'adamw' its name "
+                    f"is {key.removeprefix('adamw_')!r}"
+                )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         wrong = wrong_common_options(group)
