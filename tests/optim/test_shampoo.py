@@ -126,6 +126,22 @@ def test_a_block_whose_gradient_was_zero_learns_afterwards() -> None:
     assert (params[0] - before).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize("frequencies", [(10, 3), (3, 10)])
+def test_a_block_steps_by_the_roots_that_it_has_when_the_frequency_changes(frequencies: tuple[int, int]) -> None:
+    params = plain([(16, 24)])  # six blocks: after four steps some have no roots yet with 10, and all have with 3
+    reference = ReferenceShampoo([param.detach() for param in params], BLOCK)
+    optimizer = shampoo(params)
+    for step in range(8):
+        frequency = optimizer.param_groups[0]["frequency"] = reference.options["frequency"] = frequencies[step // 4]
+        for i, block in enumerate(reference.blocks[0]):
+            block.first = 1 + i % frequency
+        grads = random_tensors([(16, 24)], seed=step)
+        give_grads(params, grads)
+        optimizer.step()
+        reference.step(list(grads))
+    torch.testing.assert_close(params[0].detach().double(), reference.weights[0], rtol=0, atol=1e-5)
+
+
 @on_ranks(2)
 def test_a_loaded_state_continues_bit_for_bit() -> None:
     model, optimizer = sharded_model()

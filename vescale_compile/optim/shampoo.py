@@ -207,6 +207,7 @@ class Shampoo(MatrixOptimizer):
         blocks = own_blocks(param, grid)
         left, right = grid.largest
         columns = param.shape[-1]
+        left_root = local_elements(state["left_root"]).view(-1, left, left)
         shard = BlockedShard(
             param=local_elements(param).view(-1, columns),
             grad=local_grad(param).view(-1, columns),
@@ -214,10 +215,11 @@ class Shampoo(MatrixOptimizer):
             exp_avg_sq=local_elements(state["exp_avg_sq"]).view(-1, columns),
             left=local_elements(state["left"]).view(-1, left, left),
             right=local_elements(state["right"]).view(-1, right, right),
-            left_root=local_elements(state["left_root"]).view(-1, left, left),
+            left_root=left_root,
             right_root=local_elements(state["right_root"]).view(-1, right, right),
             blocks=blocks,
             first_due=[1 + (before + block.index) % group["frequency"] for block in blocks],
+            rooted=left_root[:, 0, 0].bool().tolist(),  # the diagonal of an inverse root is positive
         )
         try:
             renewed = renewed_factors(shard, int(state["step"]) + 1, group)

@@ -30,7 +30,9 @@ class BlockedShard:
             rows and columns.
         left_root, right_root: their inverse roots, alike.
         blocks: what lies in them, in order.
-        first_due: of each block, the step in which its roots are computed first.
+        first_due: of each block, the step from which its roots are due every ``frequency`` steps.
+        rooted: of each block, whether its roots were ever computed. What is due does not tell: a group's ``frequency``
+            may change.
     """
 
     param: Tensor
@@ -43,6 +45,7 @@ class BlockedShard:
     right_root: Tensor
     blocks: Sequence[Block]
     first_due: Sequence[int]
+    rooted: Sequence[bool]
 
 
 class Renewed(NamedTuple):
@@ -112,7 +115,7 @@ def step_blocks(
         else:
             for factor, product in zip((left, right), _products(grad), strict=True):
                 factor.lerp_(product, 1 - beta2)
-        roots = (_aligned(left_root), _aligned(right_root)) if step >= shard.first_due[i] else None
+        roots = (_aligned(left_root), _aligned(right_root)) if shard.rooted[i] or i in renewed else None
         update = (_run_compiled if compiled else preconditioned)(
             _copy(average), _copy(square), roots, *corrections, eps=options["eps"], grafting=options["grafting"]
         )
