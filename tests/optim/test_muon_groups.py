@@ -24,12 +24,15 @@ HIDDEN = {
     "bert.encoder.layer.0.attention.output.dense.weight": (8, 8),
     "model.layers.1.mlp.experts.gate_up_proj": (4, 8, 16),
     "transformer.h.0.mlp.c_fc.weight": (8, 16),
+    "layers.2.mlp.shared.weight": (8, 8),
     "fc1.weight": (8, 8),
     "0.weight": (8, 8),
 }
 NOT_HIDDEN = {
     "model.embed_tokens.weight": (100, 8),
     "transformer.wte.weight": (100, 8),
+    "shared.weight": (100, 8),
+    "model.shared.weight": (100, 8),
     "vit.embeddings.position_embeddings": (1, 10, 8),
     "lm_head.weight": (100, 8),
     "model.layers.61.shared_head.head.weight": (100, 8),

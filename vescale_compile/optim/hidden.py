@@ -14,7 +14,8 @@ def is_hidden_matrix(name: str | None, param: Tensor) -> bool:
     Its shape must be [m, n], or [experts, m, n] for a stack, with m and n of at least 2. Its name, a qualified one
     whose parts are separated by dots, must not say otherwise:
 
-    - an embedding has a part that contains ``embed``, ends in ``_emb``, or is ``emb``, ``wte`` or ``wpe``;
+    - an embedding has a part that contains ``embed``, ends in ``_emb``, or is ``emb``, ``wte`` or ``wpe``, or, before
+      any number, a part that is ``shared`` (between encoder, decoder and head, as in T5 and BART);
     - a head has a part that ends in ``_head``, or, before any number, a part that is ``classifier``, ``cls``,
       ``head``, ``heads``, ``logits``, ``out``, ``output``, ``proj_out``, ``qa_outputs`` or ``score`` (numbers are
       those of layers: ``layers.3.attention.out`` is no head);
@@ -27,7 +28,9 @@ def is_hidden_matrix(name: str | None, param: Tensor) -> bool:
         return False
     parts = name.split(".") if name is not None else []
     layers = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
-    embedding = any("embed" in part or part.endswith("_emb") or part in _EMBEDDINGS for part in parts)
+    embedding = "shared" in parts[:layers] or any(
+        "embed" in part or part.endswith("_emb") or part in _EMBEDDINGS for part in parts
+    )
     head = any(part.endswith("_head") for part in parts) or not _HEADS.isdisjoint(parts[:layers])
     bias = any(part == "bias" or part.endswith("_bias") for part in parts)
     kernel = param.ndim == 3 and any("conv" in part for part in parts)
