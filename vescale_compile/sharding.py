@@ -85,8 +85,8 @@ def fully_shard(
 
     Raises:
         RuntimeError: no process group, or the module is compiled.
-        ValueError: nothing to shard, a mesh that does not fit, a parameter that can't be sharded, blocks to quantize
-            that are larger than a parameter.
+        ValueError: nothing to shard, a mesh that does not fit, a parameter that can't be sharded or has a gradient or
+            hooks, blocks to quantize that are larger than a parameter.
         TypeError: an argument of another type.
     """
     _check_arguments(module, reshard_after_forward, mp_policy)
@@ -340,3 +340,13 @@ def _check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Par
             raise ValueError(f"{where}is on {param.device}, the mesh on {mesh.shard.device_type}: move one of them")
         elif param.numel() == 0:
             raise ValueError(f"{where}of shape {tuple(param.shape)} has no elements: pass it in ignored_params")
+        else:
+            _check_nothing_is_lost(param, where)
+
+
+def _check_nothing_is_lost(param: nn.Parameter, where: str) -> None:
+    """The sharded parameter is another tensor, and a gradient or a hook of the whole one means nothing there."""
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(f"{where}has gradient hooks, which would never be called. Register them after fully_shard")
+    if param.grad is not None:
+        raise ValueError(f"{where}has a gradient, which would be lost. Set grad to None before fully_shard")

@@ -295,6 +295,18 @@ def patched() -> nn.Module:
     return model
 
 
+def with_a_gradient() -> nn.Module:
+    model = small()
+    model[1].weight.grad = torch.zeros(2, 2)
+    return model
+
+
+def hooked(register: str) -> nn.Module:
+    model = small()
+    getattr(model[0].bias, register)(lambda each: None)
+    return model
+
+
 def test_without_a_process_group():
     with pytest.raises(RuntimeError, match=r"init_process_group"):
         vc.fully_shard(small())
@@ -342,6 +354,11 @@ def test_without_a_process_group():
             lambda: vc.fully_shard(nn.ParameterList([nn.Parameter(torch.empty(0, 3))])),
             ValueError,
             r"parameter '0' of shape \(0, 3\) has no elements: pass it in ignored_params",
+        ),
+        (lambda: vc.fully_shard(with_a_gradient()), ValueError, r"\[rank 0\].*'1.weight' has a gradient.* to None"),
+        *(
+            (lambda r=r: vc.fully_shard(hooked(r)), ValueError, r"\[rank 0\].*'0.bias' has gradient hooks.* after")
+            for r in ("register_hook", "register_post_accumulate_grad_hook")
         ),
     ],
 )
