@@ -36,11 +36,12 @@ import weakref
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from . import collectives
 from .groups import name_group
@@ -182,6 +183,7 @@ class DBuffer:
         self.layout = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.set_shard(self.shard)
 
+    @torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> DBuffer:
         """A buffer of its own memory and parameters, on the same mesh."""
         copied = copy.copy(self)
@@ -189,6 +191,8 @@ class DBuffer:
         for name in ("shard", "params", "model", "sync", "reductions"):
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         copied.model.buffers.add(copied)
+        for index, param in enumerate(copied.params):  # copied by itself, each has lost the shard's count of writes
+            cast(DTensor, param)._local_tensor = copied.local(copied.shard, index)
         return copied
 
     @property

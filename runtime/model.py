@@ -34,12 +34,12 @@ class Model:
 
     @property
     def root(self) -> nn.Module | None:
-        """The module that was sharded; None of a copy, and when it is gone."""
+        """The module that was sharded; None of a copy of a part of it, and when it is gone."""
         return self._root() if self._root is not None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
-        """One of no buffers: their copies are added as they are made."""
-        return Model()
+        """One of no buffers: their copies are added as they are made. The root's copy is there, and empty yet."""
+        return Model(root=memo.get(id(self.root)))
 
 
 class Forward:

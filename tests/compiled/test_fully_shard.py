@@ -201,6 +201,15 @@ def test_converting_a_part_whose_buffer_others_share_is_refused():
 
 
 @on_ranks(2)
+def test_converting_a_part_of_a_copy_whose_buffer_others_share_is_refused():
+    copied = copy.deepcopy(vc.fully_shard(models.build(models.Uneven)))
+    with pytest.raises(RuntimeError, match=r"'layers\.0\..* dtype .* same buffer.*before fully_shard"):
+        copied.layers[0].up.to(torch.bfloat16)
+    assert {param.dtype for param in copied.parameters()} == {torch.float32}
+    assert {param.dtype for param in copied.to(torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+@on_ranks(2)
 def test_a_model_that_has_lost_a_parameter_of_a_buffer_converts():
     model = vc.fully_shard(models.build(models.Uneven))
     del model.layers[0].up
@@ -243,6 +252,17 @@ def test_deepcopy_gives_a_model_of_its_own():
     models.train(twin, twin.parameters(), data)
     assert model(*data[0]).item() == before
     assert twin(*data[0]).item() != before
+
+
+@on_ranks(2)
+def test_a_write_to_a_parameter_of_a_copy_is_one_to_its_shard():
+    copied = copy.deepcopy(vc.fully_shard(models.build(models.Uneven)))
+    for buffer in buffers_in(copied):
+        before = buffer.shard._version
+        for written, param in enumerate(buffer.params, 1):
+            torch.nn.init.zeros_(param)
+            assert buffer.shard._version == before + written
+        assert not buffer.shard.any()
 
 
 @on_ranks(2)
