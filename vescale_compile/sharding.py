@@ -119,10 +119,8 @@ def fully_shard(
     ranks = over.shard.size()
     units = find_units(module, ignored, nested_units=nested, world_size=ranks, padded_bytes=padded_bytes)
     if not units and not nested:  # a root may have nothing but units inside
-        raise ValueError(
-            f"{over.where}fully_shard({type(module).__name__}): no parameters left to shard. They are in "
-            "ignored_params, or the module has none."
-        )
+        where = f"{over.where}fully_shard({type(module).__name__})"
+        raise ValueError(f"{where}: no parameters left to shard. {_why_none_is_left(module)}")
     places = owners(module)
     layouts = {members.name: [each for run in members.runs for each in planned(run)] for members in units}
     warn_of_padding({name: [plan for plan, _ in layout] for name, layout in layouts.items()})
@@ -138,6 +136,17 @@ def fully_shard(
         buffer.model = model
     stale_optimizers.watch()
     return module
+
+
+def _why_none_is_left(module: nn.Module) -> str:
+    """Why no parameters are left to shard."""
+    sharded = next((name for name, param in module.named_parameters() if isinstance(param, RaggedDTensor)), None)
+    if sharded is None:
+        return "They are in ignored_params, or the module has none."
+    return (
+        f"Parameter {sharded!r} is sharded already, by a call on a module around this one or tied to it. Call "
+        "fully_shard on inner modules first."
+    )
 
 
 def _shard_unit(

@@ -344,6 +344,11 @@ def test_without_a_process_group():
         (lambda: vc.fully_shard(compiled_in_place()), RuntimeError, "0 was compiled already"),
         (lambda: vc.fully_shard(patched()), ValueError, "0 has a forward of its own, set on the instance"),
         (lambda: vc.fully_shard(nn.ReLU()), ValueError, r"fully_shard\(ReLU\): no parameters left to shard"),
+        (
+            lambda: vc.fully_shard(vc.fully_shard(small())[0]),
+            ValueError,
+            r"\[rank 0\] fully_shard\(Linear\): .*'weight' is sharded already, .* around .* inner modules first",
+        ),
         (lambda: vc.fully_shard(nn.ModuleList([small()])), ValueError, "each of its elements"),
         (lambda: vc.fully_shard([small()]), TypeError, "give an nn.Module"),
         (lambda: vc.fully_shard(small(), reshard_after_forward=2), TypeError, "give True or False"),
