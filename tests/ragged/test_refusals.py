@@ -119,6 +119,14 @@ def test_0_dim_shards_promote_dtypes_as_0_dim_tensors_do() -> None:
     assert product.full_tensor().shape == ()
 
 
+@on_ranks(2)
+def test_0_dim_shards_on_a_device_mix_with_numbers_on_the_cpu() -> None:
+    scalar = shard(torch.tensor(2.0), RaggedShard((), (0, 1)))
+    on_device = scalar.with_local(scalar.to_local().to("meta"))
+    assert (on_device * torch.tensor(2.0)).to_local().is_meta
+    on_device.mul_(torch.tensor(2.0))
+
+
 def test_the_error_is_a_not_implemented_error() -> None:
     assert issubclass(RaggedShardError, NotImplementedError)
 

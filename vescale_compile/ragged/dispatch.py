@@ -131,8 +131,9 @@ def _operand(func: OpOverload, like: RaggedDTensor, value: Any) -> Any:
         return value._local_tensor
     if isinstance(value, torch.Tensor):
         value = scalar_operand(func, like, value)
-        # The local of a 0-dim tensor has one dimension, which would win over the other's dtype.
-        return value.reshape(1) if like.ndim == 0 else value
+        # The local of a 0-dim tensor has one dimension, which would win over the other's dtype. With one dimension, in
+        # turn, a number on the CPU no longer mixes with elements on another device.
+        return value.reshape(1).to(like._local_tensor.device) if like.ndim == 0 else value
     return value
 
 
