@@ -128,8 +128,8 @@ class Muon(MatrixOptimizer):
         steps, wrong = group["ns_steps"], []
         if not group["momentum"] >= 0:
             wrong.append(f"momentum is {group['momentum']}; it must be at least 0")
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
-            wrong.append(f"ns_steps is {steps!r}; it must be an int from 0 to 99")
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
+            wrong.append(f"ns_steps is {steps!r}; it must be an int from 1 to 99")
         if len(group["ns_coefficients"]) != 3:
             wrong.append(f"ns_coefficients is {group['ns_coefficients']}; it must be three numbers")
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
