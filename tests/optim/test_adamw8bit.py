@@ -307,6 +307,17 @@ def test_a_refused_group_is_not_added() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_parameter_of_a_refused_group_may_be_added_with_other_tiles() -> None:
+    first, large, small = (nn.Parameter(torch.zeros(shape)) for shape in ((64, 64), (64, 64), (16, 512)))
+    optimizer = adamw8bit([first])
+    with pytest.raises(ValueError, match="32 x 32 is larger than the tensor"):
+        optimizer.add_param_group({"params": [large, small], "tile": (32, 32)})
+    optimizer.add_param_group({"params": [large], "tile": (8, 32)})
+    give_gradients([large], 0)
+    optimizer.step()
+    assert optimizer.state[large]["exp_avg_scales"].numel() == 16
+
+
 def test_a_copied_optimizer_steps_as_the_first() -> None:
     params = parameters()
     optimizer = adamw8bit(params)

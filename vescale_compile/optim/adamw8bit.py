@@ -131,7 +131,8 @@ class AdamW8bit(Optimizer):
             _check_options(group)
             self._members_of(group)
         except (TypeError, ValueError):
-            self.param_groups.pop()
+            for param in self.param_groups.pop()["params"]:
+                self._members.pop(param, None)
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
