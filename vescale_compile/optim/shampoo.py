@@ -138,6 +138,11 @@ class Shampoo(MatrixOptimizer):
             adamw_eps=adamw_eps,
             foreach=foreach,
         )
+        self._rooted: dict[Tensor, list[bool]] = {}  # see BlockedShard; read once, for which the host waits for a GPU
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._rooted = {}
 
     @staticmethod
     def granularity(name: str, param: Tensor) -> Granularity | None:
@@ -208,6 +213,8 @@ class Shampoo(MatrixOptimizer):
         left, right = grid.largest
         columns = param.shape[-1]
         left_root = local_elements(state["left_root"]).view(-1, left, left)
+        if param not in self._rooted:  # the diagonal of an inverse root is positive
+            self._rooted[param] = left_root[:, 0, 0].bool().tolist()
         shard = BlockedShard(
             param=local_elements(param).view(-1, columns),
             grad=local_grad(param).view(-1, columns),
@@ -219,7 +226,7 @@ class Shampoo(MatrixOptimizer):
             right_root=local_elements(state["right_root"]).view(-1, right, right),
             blocks=blocks,
             first_due=[1 + (before + block.index) % group["frequency"] for block in blocks],
-            rooted=left_root[:, 0, 0].bool().tolist(),  # the diagonal of an inverse root is positive
+            rooted=self._rooted[param],
         )
         try:
             renewed = renewed_factors(shard, int(state["step"]) + 1, group)
@@ -233,6 +240,8 @@ class Shampoo(MatrixOptimizer):
         step.state["step"] += 1
         count = int(step.state["step"])
         step_blocks(step.shard, count, step.renewed, step.group, compiled=self.defaults["compile"])
+        for block in step.renewed:
+            self._rooted[step.param][block] = True
 
 
 def _granularity(block: int, name: str, param: Tensor) -> Granularity | None:
