@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..quantities import size_text
+from ..quantities import least_text, size_text
 from ..runtime.pool import pooled_bytes
 from ..schemas import written_by
 from .context import (
@@ -104,7 +104,7 @@ def check_memory(graph: fx.Graph, context: CompileContext) -> None:
             None,
             f"memory_budget is {size_text(budget)}, but a step takes {size_text(taken)} with its slots "
             f"({size_text(slots)}) and the shards of all units ({size_text(context.standing_bytes)}). Give at least "
-            f"that, or make units smaller. {LARGEST_FIRST}",
+            f"{least_text(taken)}, or make units smaller. {LARGEST_FIRST}",
         )
 
 

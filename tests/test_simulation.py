@@ -14,7 +14,9 @@ import vescale_compile as vc
 from vescale_compile.__main__ import main
 from vescale_compile.cost import OPTIMIZERS, MeasuredCollective, gpu_cluster
 from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.options import Options
 from vescale_compile.passes.context import GraphError, Part
+from vescale_compile.quantities import least_text
 from vescale_compile.runtime import pool
 from vescale_compile.simulation import Simulation
 from vescale_compile.torch_internals import is_fake
@@ -215,7 +217,7 @@ def test_the_command_simulates_the_example(capsys):
     [
         (("--model", "llama-3-70b", "--world", "64", "--cluster", "cray"), "neither a preset"),
         (("--model", "llama-3-70b", "--world", "64", "--cluster", "h100", "--optim", "sgd"), "--optim is not for"),
-        (("--model", "tiny", "--world", "8", "--cluster", "h100", "--budget", "much"), "memory_budget='much'"),
+        (("--model", "tiny", "--world", "8", "--cluster", "h100", "--budget", "much"), "--budget much: give bytes"),
     ],
 )
 def test_the_command_refuses_options_that_make_no_sense(capsys, arguments, problem):
@@ -235,10 +237,27 @@ def test_the_command_says_what_a_budget_would_have_to_be(capsys, model):
 def test_the_budget_that_the_command_asks_for_is_one_that_it_takes(capsys):
     where = ("simulate", "--model", "llama-3-70b", "--world", "64", "--cluster", "h100", "--seq", "64")
     _, _, err = command(capsys, *where, "--budget", "1GB")
-    found = re.search(r"--budget is 1\.0 GB, but a step needs at least ([\d.]+) GB", err)
+    found = re.search(r"--budget is 1\.0 GB, but a step needs at least (([\d.]+)GB)", err)
     assert found is not None
-    assert command(capsys, *where, "--budget", f"{float(found[1]) + 0.1:.1f}GB")[0] == 0
-    assert command(capsys, *where, "--budget", f"{float(found[1]) - 0.1:.1f}GB")[0] == 1
+    assert command(capsys, *where, "--budget", found[1])[0] == 0
+    assert command(capsys, *where, "--budget", f"{float(found[2]) - 0.1:.1f}GB")[0] == 1
+
+
+def test_the_budgets_that_the_compiler_asks_for_can_be_typed_back(capsys):
+    where = ("simulate", "--model", "tiny", "--world", "8", "--cluster", "h100", "--seq", "16")
+    asked = ["1000"]
+    while (told := command(capsys, *where, "--budget", asked[-1]))[0] != 0:
+        found = re.search(r"--budget is .*Give at least (\w+(\.\w+)?)", told[2])
+        assert found is not None, told[2]
+        assert found[1] not in asked
+        asked.append(found[1])
+    assert len(asked) > 1
+
+
+@pytest.mark.parametrize("nbytes", [999, 1000, 1001, 999_999, 12_340_000_001, 7_000_000_000_000])
+def test_the_least_size_is_never_rounded_down(nbytes):
+    budget = Options(memory_budget=least_text(nbytes)).budget_bytes
+    assert budget is not None and nbytes <= budget <= 1.05 * nbytes + 100
 
 
 def test_without_a_budget_the_command_says_that_the_device_is_too_small(capsys):

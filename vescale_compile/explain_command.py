@@ -11,10 +11,9 @@ import torch
 from vescale_compile.cost import PRESETS
 from vescale_compile.examples.llama import SIZES
 from vescale_compile.hardware import cluster_for
-from vescale_compile.options import Options
 from vescale_compile.passes.context import GraphError
 from vescale_compile.report import Report
-from vescale_compile.simulate_command import add_step_arguments, positive, simulated
+from vescale_compile.simulate_command import add_step_arguments, in_options, positive, read_budget, simulated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,17 +28,17 @@ collectives do nothing. vescale_compile.explain does the same for your model whe
     where = parser.add_argument_group("where")
     where.add_argument("--world", type=positive, default=2, metavar="N", help="ranks (%(default)s)")
     where.add_argument("--cluster", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a calibration (this machine)")
-    where.add_argument("--budget", metavar="SIZE", help="memory_budget, such as 400MB")
+    where.add_argument("--budget", metavar="SIZE", help="memory_budget of the step, such as 400MB")
     add_step_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile shapes and print the report; 2 if the options make no sense or nothing fits."""
     try:
-        budget = Options(memory_budget=args.budget).budget_bytes
+        budget = read_budget(args.budget)
         cluster = cluster_for(args.cluster, torch.device("cpu"), args.world)
         print(Report(simulated(args, cluster, budget).graphs))
     except (ValueError, GraphError) as error:
-        print(f"explain: {error}", file=sys.stderr)
+        print(f"explain: {in_options(error)}", file=sys.stderr)
         return 2
     return 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .cost import Cluster
+from .quantities import bytes_in
 from .runtime.agreement import DEADLINE_S
 
 LOWERINGS = ("inductor", "eager")
@@ -61,12 +61,7 @@ class Options:
         given = self.memory_budget
         if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
             return given
-        match = (
-            re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B\s*", given, re.IGNORECASE)
-            if isinstance(given, str)
-            else None
-        )
-        nbytes = 0 if match is None else int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+        nbytes = bytes_in(given) if isinstance(given, str) else 0
         if nbytes == 0:
             raise ValueError(f"vescale option memory_budget={given!r}: give bytes, or a text such as '40GB'")
         return nbytes

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", re.IGNORECASE | re.ASCII)
+
 
 def size_text(nbytes: int) -> str:
     """Bytes, in powers of 1000."""
@@ -11,6 +16,21 @@ def size_text(nbytes: int) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def least_text(nbytes: int) -> str:
+    """Bytes rounded up, and as one word: a budget of this text has room for them."""
+    exponent = next((power for power in range(3) if nbytes < 1000 ** (power + 1)), 3)
+    if exponent == 0:
+        return f"{nbytes}B"
+    tenths = -(-10 * nbytes // 1000**exponent)
+    return f"{tenths // 10}.{tenths % 10}{' kMG'[exponent]}B"
+
+
+def bytes_in(text: str) -> int:
+    """Bytes from a text such as ``"40GB"`` or ``"40000000000"``; 0 if it is none."""
+    match = _SIZE.fullmatch(text)
+    return 0 if match is None else int(Decimal(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
 def time_text(seconds: float) -> str:

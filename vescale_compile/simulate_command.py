@@ -18,11 +18,10 @@ from vescale_compile import module_shapes
 from vescale_compile.cost import OPTIMIZERS, PRESETS, Cluster, OptimizerCost
 from vescale_compile.examples.llama import SIZES, Llama
 from vescale_compile.hardware import cluster_for
-from vescale_compile.options import Options
 from vescale_compile.passes.context import GraphError
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.published_graphs import ASSUMPTIONS, published_graph
-from vescale_compile.quantities import size_text, time_text
+from vescale_compile.quantities import bytes_in, least_text, size_text, time_text
 from vescale_compile.schedule import BudgetError, Scheduled, TaskGraph, find_schedule
 from vescale_compile.sharding import fully_shard
 from vescale_compile.simulation import Simulation, simulate
@@ -89,12 +88,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check(args)
         cluster = cluster_for(args.cluster, torch.device("cpu"), args.world)
-        budgets = [Options(memory_budget=each).budget_bytes for each in args.budget or [None]]
+        budgets = [read_budget(each) for each in args.budget or [None]]
         rows = list(
             _published_rows(args, cluster, budgets) if args.model in PUBLISHED else _rows(args, cluster, budgets)
         )
     except (BudgetError, GraphError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
+        print(f"simulate: {in_options(error)}", file=sys.stderr)
         return 1
     except ValueError as error:
         print(f"simulate: {error}", file=sys.stderr)
@@ -146,10 +145,10 @@ def _published_schedule(graph: TaskGraph, cluster: Cluster, budget: int | None, 
     except BudgetError as error:
         least = error.least_bytes
         if budget is None:
-            told = f"a device has {size_text(whole or 0)}, but a step needs at least {size_text(least)}, "
+            told = f"a device has {size_text(whole or 0)}, but a step needs at least {least_text(least)}, "
             told += f"{size_text(states)} of it the optimizer's states. More ranks have less each"
         else:
-            told = f"--budget is {size_text(budget)}, but a step needs at least {size_text(least - states)}, "
+            told = f"--budget is {size_text(budget)}, but a step needs at least {least_text(least - states)}, "
             told += f"the optimizer's states ({size_text(states)}) apart"
         raise BudgetError(told, least) from error
 
@@ -209,6 +208,18 @@ def _print(rows: Sequence[Row]) -> None:
     for line in (headings, *cells):
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     print("\nstep and lower bound include the optimizer's step, peak the optimizer's states")
+
+
+def read_budget(text: str | None) -> int | None:
+    """Bytes of ``--budget``, if it was given."""
+    if text is not None and not bytes_in(text):
+        raise ValueError(f"--budget {text}: give bytes, or a size such as 40GB")
+    return None if text is None else bytes_in(text)
+
+
+def in_options(error: Exception) -> str:
+    """What the compiler says, of the command's option instead of its own."""
+    return str(error).replace("memory_budget", "--budget")
 
 
 def positive(text: str) -> int:

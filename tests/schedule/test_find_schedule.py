@@ -200,7 +200,7 @@ def test_a_budget_that_nothing_fits_in_is_refused_with_what_takes_the_memory() -
     message = (
         "memory_budget is 169 bytes, but even a schedule that overlaps nothing needs 170, at 'layer backward': "
         r"80 of layer backward's own \(activations, shards, states\), 60 of the input of reduce, "
-        "30 of the output of gather. Give at least that"
+        "30 of the output of gather. Give at least 170 bytes"
     )
     with pytest.raises(BudgetError, match=message) as error:
         find_schedule(graph, 169)

@@ -39,8 +39,8 @@ def check_budget(graph: TaskGraph, budget: int) -> None:
     listed = ", ".join(f"{size:,} of {what}" for what, size in largest)
     raise BudgetError(
         f"memory_budget is {budget:,} bytes, but even a schedule that overlaps nothing needs {max(least):,}, at "
-        f"{compute.name!r}: {listed}. Give at least that, or make what is largest smaller "
-        "(smaller units, fewer tokens, activation checkpointing)",
+        f"{compute.name!r}: {listed}. Give at least {max(least)} bytes, or make what is largest "
+        "smaller (smaller units, fewer tokens, activation checkpointing)",
         max(least),
     )
 
