@@ -123,7 +123,7 @@ def fully_shard(
         raise ValueError(f"{where}: no parameters left to shard. {_why_none_is_left(module)}")
     places = owners(module)
     layouts = {members.name: [each for run in members.runs for each in planned(run)] for members in units}
-    warn_of_padding({name: [plan for plan, _ in layout] for name, layout in layouts.items()})
+    warn_of_padding({name: [plan for plan, _ in layout] for name, layout in layouts.items()}, over.whole)
     for members in units:
         unit = _shard_unit(members, layouts[members.name], places, over, comm, policy, root=module)
         make_sharded(members.module, {}, unit)
