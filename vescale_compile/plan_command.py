@@ -19,6 +19,8 @@ from vescale_compile.planner.report import report
 if TYPE_CHECKING:
     from torch import nn
 
+    from vescale_compile.quantize import BlockFP8
+
 WORLDS = (8, 64, 128, 512, 1024, 8192, 32768)
 PLOTTED_ROWS = (1, 16, 32, 128)
 
@@ -37,13 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind = blocks.add_mutually_exclusive_group()
     kind.add_argument("--rows", type=_positive, metavar="N", help="keep blocks of N rows whole")
     kind.add_argument("--elements", type=_positive, metavar="N", help="keep blocks of N elements whole")
-    kind.add_argument("--tile", type=_tile, metavar="HxW", help="keep tiles of H rows by W columns whole")
+    kind.add_argument("--tile", type=_tile, metavar="HxW", help="cut as quantize=BlockFP8(tile=(H, W)) does")
     kind.add_argument("--whole", action="store_true", help="keep each matrix on one rank")
     blocks.add_argument(
         "--only",
         type=_regex,
         metavar="REGEX",
-        help="of the parameters whose name matches (every one of two or more dimensions that is no bias)",
+        help="of the parameters whose name matches (every one of two or more dimensions that is no bias; of --tile "
+        "biases too)",
     )
 
     layout = parser.add_argument_group("layout")
@@ -82,32 +85,48 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("give the number of ranks with --world N")
     if args.itemsize is not None and args.model is None:
         raise ValueError("--itemsize goes with --model alone; a module's parameters have their own")
-    if args.plot is not None and (args.json or args.draw or _granularity(args) is not None):
+    if args.plot is not None and (args.json or args.draw or _blocks(args) is not None):
         raise ValueError("--plot draws its own granularities; leave out --json, --draw and block options")
-    if args.only is not None and args.plot is None and _granularity(args) is None:
+    if args.draw is not None and args.json:
+        raise ValueError("--draw draws beside the tables, and --json has figures alone; leave one of them out")
+    if args.only is not None and args.plot is None and _blocks(args) is None:
         raise ValueError("--only says which parameters have blocks; give --rows, --elements, --tile or --whole")
 
 
-def _granularity(args: argparse.Namespace) -> Granularity | None:
+def _blocks(args: argparse.Namespace) -> Granularity | BlockFP8 | None:
+    if args.tile is not None:
+        from vescale_compile.quantize import BlockFP8  # which needs PyTorch
+
+        return BlockFP8(args.tile)
     if args.whole:
         return Whole()
     if args.elements is not None:
         return Elements(args.elements)
-    rows = args.tile if args.tile is not None else args.rows
-    return Rows(rows) if rows is not None else None
+    return Rows(args.rows) if args.rows is not None else None
 
 
-def _rule(args: argparse.Namespace, granularity: Granularity | None) -> Rule:
+def _rule(args: argparse.Namespace, blocks: Granularity | BlockFP8 | None) -> Rule:
     def rule(name: str, shape: tuple[int, ...]) -> Granularity | None:
-        if args.only is None:
-            return granularity if len(shape) > 1 and not name.endswith("bias") else None
-        return granularity if args.only.search(name) else None
+        if args.only is not None and not args.only.search(name):
+            return None
+        if not isinstance(blocks, Granularity | None):
+            return _tiled(blocks, name, shape)
+        return blocks if args.only is not None or (len(shape) > 1 and not name.endswith("bias")) else None
 
     return rule
 
 
-def _units(args: argparse.Namespace, granularity: Granularity | None, world_size: int) -> Units:
-    rule = _rule(args, granularity)
+def _tiled(tiles: BlockFP8, name: str, shape: tuple[int, ...]) -> Granularity | None:
+    import torch
+
+    try:
+        return tiles.granularity(name, torch.empty(shape, device="meta"))
+    except ValueError as error:
+        raise ValueError(f"--tile: {error}. --only leaves parameters out") from None
+
+
+def _units(args: argparse.Namespace, blocks: Granularity | BlockFP8 | None, world_size: int) -> Units:
+    rule = _rule(args, blocks)
     if args.model is not None:
         return published(args.model).specs(args.itemsize or 2, rule)
     from vescale_compile.module_shapes import unit_specs
@@ -131,20 +150,20 @@ def _title(args: argparse.Namespace) -> str:
 
 
 def _print(args: argparse.Namespace) -> None:
-    granularity = _granularity(args)
-    units = [(_units(args, granularity, world), world) for world in args.world]
+    blocks = _blocks(args)
+    units = [(_units(args, blocks, world), world) for world in args.world]
     for found, _ in units:
         if args.draw is not None and args.draw not in found:
             raise ValueError(f"--draw {args.draw}: no such unit; there are {', '.join(found)}")
     options = {"alignment_bytes": args.alignment, "keep_order": args.keep_order}
     reports = [report(found, world, **options) for found, world in units]
     if args.json:
-        figures = [{"model": _title(args), "granularity": repr(granularity)} | r.as_json() for r in reports]
+        figures = [{"model": _title(args), "granularity": repr(blocks)} | r.as_json() for r in reports]
         print(json.dumps(figures, indent=2))
         return
     for planned in reports:
         print(
-            f"{_title(args)} on {planned.world_size:,} ranks, blocks: {granularity or 'none'}; "
+            f"{_title(args)} on {planned.world_size:,} ranks, blocks: {blocks or 'none'}; "
             f"planned in {1000 * planned.seconds:.1f} ms"
         )
         print(planned, end="\n\n")
@@ -181,12 +200,12 @@ def _positive(text: str) -> int:
     return value
 
 
-def _tile(text: str) -> int:
-    """Rows of a tile. Its columns do not matter: a shard holds whole rows of tiles."""
+def _tile(text: str) -> tuple[int, int]:
+    """Rows and columns of a tile."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form HxW, such as 128x128")
-    return int(match[1])
+    return int(match[1]), int(match[2])
 
 
 def _regex(text: str) -> re.Pattern[str]:

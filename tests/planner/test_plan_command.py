@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from ranks import fake_world
 from torch import nn
 
+import vescale_compile as vc
 from vescale_compile import plan_command
 
 
@@ -58,7 +61,7 @@ def test_json_has_the_same_figures_for_each_number_of_ranks(capsys: pytest.Captu
     ("options", "granularity", "shard_numel"),
     [
         (["--rows", "32"], "Rows(count=32)", 32 * 2880),
-        (["--tile", "32x64"], "Rows(count=32)", 32 * 2880),
+        (["--tile", "32x64"], "BlockFP8(tile=(32, 64))", 32 * 2880),
         (["--elements", "7168"], "Elements(count=7168)", 7168),
         (["--whole"], "Whole()", 201088 * 2880),
         ([], "None", 17680),
@@ -71,6 +74,23 @@ def test_block_options(
     assert found["granularity"] == granularity
     embedding = found["units"][1]
     assert embedding["name"] == "embedding" and embedding["shard_numel"] % shard_numel == 0
+
+
+class Experts(nn.Module):
+    """A stack of matrices whose rows tiles of 4 do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.zeros(8, 6, 16))
+
+
+def test_tiles_are_planned_as_quantized_gathers_are_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--module", "test_plan_command:Experts", "--world", "3")
+    (tiled,) = figures(capsys, *where, "--tile", "4x4")
+    with fake_world(3):
+        model = vc.fully_shard(Experts(), quantize=vc.BlockFP8(tile=(4, 4)))
+        assert model.stack.to_local().numel() == 3 * 6 * 16
+    assert tiled["units"][0]["shard_numel"] == 3 * 6 * 16
 
 
 def test_only_gives_blocks_to_the_names_that_match(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +143,8 @@ def test_draw_shows_the_buffers_of_a_unit(capsys: pytest.CaptureFixture[str]) ->
             ["--model", "gpt-oss-120b", "--world", "2", "--only", "x"],
             "--only says which parameters have blocks",
         ),
+        (["--model", "gpt-oss-120b", "--world", "2", "--json", "--draw", "head"], "leave one of them out"),
+        (["--model", "gpt-oss-120b", "--world", "2", "--tile", "256x256"], "--only leaves parameters out"),
         (["--model", "gpt-oss-120b", "--plot", "p.png", "--rows", "2"], "--plot draws its own granularities"),
     ],
 )
