@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .cost import Calibration, Cluster
+from .cost.devices import TO_CALIBRATE
 from .hardware import cluster_for
 from .options import read_options
 from .torch_internals import inductor_cache_folder
@@ -205,7 +206,7 @@ def predicted_cluster(given: str | None) -> Finding:
             ranks = max(Calibration.load(given).ranks, 2)
         cluster: Cluster = cluster_for(read_options({"cluster": given}).cluster, device, ranks)
     except ValueError as error:
-        return Finding("cluster", Verdict.BROKEN, str(error), "give a preset, or make a file with doctor --calibrate")
+        return Finding("cluster", Verdict.BROKEN, str(error), f"give a preset, or make a file: {TO_CALIBRATE}")
     if given is not None:
         return fine("cluster", f"schedules are made for {cluster}")
     return Finding(

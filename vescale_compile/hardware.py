@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from .cost import PRESETS, Calibration, Cluster, Device, Link
+from .cost.devices import TO_CALIBRATE
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) 
     if measured.ranks not in (1, ranks):
         raise ValueError(
             f"vescale option cluster={wanted!r}: its collectives were measured on {measured.ranks} ranks, and {ranks} "
-            "shard the parameters. Calibrate on as many (python -m vescale_compile doctor --calibrate)"
+            f"shard the parameters. Calibrate on as many: {TO_CALIBRATE}"
         )
     # What was not measured there goes over the links that this machine seems to have.
     return replace(_guess(device, ranks), device=measured.device, measured=measured.collectives)
@@ -85,7 +86,8 @@ def _ranks_per_node() -> int | None:
 def _warn_unknown(name: str) -> None:
     _log.warning(
         "backend='vescale' has no figures for a %r: it schedules as for %s. Give options={'cluster': ...}, a preset or "
-        "the file of a calibration (vescale_compile.cost.calibrate).",
+        "the file of a calibration (%s).",
         name,
         _UNKNOWN_GPU,
+        TO_CALIBRATE,
     )

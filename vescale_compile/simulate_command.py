@@ -61,7 +61,12 @@ it, at the roofline of the device; no activation checkpointing but the model's o
 
     where = parser.add_argument_group("where")
     where.add_argument("--world", type=positive, required=True, metavar="N", help="ranks")
-    where.add_argument("--cluster", required=True, metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a calibration")
+    where.add_argument(
+        "--cluster",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"{', '.join(PRESETS)}, or a calibration; one over several ranks is for a --world of as many alone",
+    )
     where.add_argument(
         "--budget",
         nargs="+",

@@ -1,12 +1,15 @@
 """Devices, links and clusters check themselves; their figures are the published ones."""
 
+import argparse
 import dataclasses
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from vescale_compile import doctor_command
 from vescale_compile.cost import (
     DEVICES,
     PRESETS,
@@ -140,6 +143,26 @@ def test_a_calibration_is_for_the_ranks_that_it_was_measured_on(tmp_path: Path) 
     with pytest.raises(ValueError, match="measured on 2 ranks, and 4 shard the parameters"):
         cluster_for(cluster, torch.device("cpu"), 4)
     assert cluster_for(wire_cluster(unit, 2, 1.0), torch.device("cpu"), 4).ranks == 4
+
+
+def test_errors_name_a_command_that_makes_a_calibration(tmp_path: Path) -> None:
+    unit = Device("cpu", {"float32": 1e11}, 1e10, None, 1.0, 1.0, 1e-6)
+    of_two, other = tmp_path / "of_two.json", tmp_path / "other.json"
+    Calibration(unit, 2, {"all_gather": MeasuredCollective(1e-4, 2e8)}).save(of_two)
+    other.write_text("")
+    parser = argparse.ArgumentParser()
+    doctor_command.add_arguments(parser)
+    for wrong in (
+        lambda: cluster_for(str(of_two), torch.device("cpu"), 4),
+        lambda: Calibration.load(other),
+        lambda: device("cray"),
+    ):
+        with pytest.raises(ValueError) as error:
+            wrong()
+        found = re.search("python -m vescale_compile doctor (.*?), or", str(error.value))
+        assert found is not None
+        args = parser.parse_args(found[1].replace("N", "4").split())
+        assert args.ranks == 4 and args.calibrate is not None
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vescale_compile.cost.cluster import MeasuredCollective
-from vescale_compile.cost.devices import Device
+from vescale_compile.cost.devices import TO_CALIBRATE, Device
 
 _FORMAT = "vescale_compile calibration 1"
 
@@ -45,6 +45,4 @@ class Calibration:
             collectives = {kind: MeasuredCollective(**each) for kind, each in fields["collectives"].items()}
             return cls(Device(**fields["device"]), fields["ranks"], collectives)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} is no calibration: {error}. Make one with vescale_compile.cost.calibrate"
-            ) from error
+            raise ValueError(f"{path} is no calibration: {error}. Make one with {TO_CALIBRATE}") from error

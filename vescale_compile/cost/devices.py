@@ -11,6 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+TO_CALIBRATE = "python -m vescale_compile doctor --calibrate FILE --ranks N, or the same under torchrun without --ranks"
+"""How messages say to make a calibration."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -161,6 +164,6 @@ def device(name: str) -> Device:
     if name not in DEVICES:
         raise ValueError(
             f"no device {name!r} in the table; it has {', '.join(DEVICES)}. "
-            "For another one, write a calibration with vescale_compile.cost.calibrate and load that"
+            f"For another one, write a calibration and load that: {TO_CALIBRATE}"
         )
     return DEVICES[name]
