@@ -272,3 +272,9 @@ def test_explain_shows_the_graphs_of_an_example_on_many_ranks(capsys):
     assert status == 0
     for words in ("launch all_gather of layers.1", "backward:", "memory at most", "predicted", "on 16 x cpu"):
         assert words in out
+
+
+def test_explains_help_says_what_it_predicts_for_without_a_cluster(capsys):
+    with pytest.raises(SystemExit):
+        main(("explain", "--help"))
+    assert "(a guess for CPUs)" in " ".join(capsys.readouterr().out.split())

@@ -27,7 +27,9 @@ collectives do nothing. vescale_compile.explain does the same for your model whe
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="build transformers' model for a config.json")
     where = parser.add_argument_group("where")
     where.add_argument("--world", type=positive, default=2, metavar="N", help="ranks (%(default)s)")
-    where.add_argument("--cluster", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a calibration (this machine)")
+    where.add_argument(
+        "--cluster", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a calibration (a guess for CPUs)"
+    )
     where.add_argument("--budget", metavar="SIZE", help="memory_budget of the step, such as 400MB")
     add_step_arguments(parser)
 
