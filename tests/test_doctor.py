@@ -74,6 +74,18 @@ def test_no_compiler_is_broken(monkeypatch):
     assert found.verdict is Verdict.BROKEN and "g++" in found.remedy
 
 
+@pytest.mark.parametrize("given", [None, "/no/such/compiler"])
+def test_a_compiler_that_inductor_does_not_look_for_is_only_advised(monkeypatch, given):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang++" if name == "clang++" else None)
+    if given is None:
+        monkeypatch.delenv("CXX", raising=False)
+    else:
+        monkeypatch.setenv("CXX", given)
+    found = checks.compiler()
+    assert (found.verdict, found.remedy) == (Verdict.BROKEN, "set CXX=clang++")
+
+
 @pytest.mark.slow
 def test_an_inductor_that_cannot_compile_is_broken(monkeypatch):
     monkeypatch.setenv("CXX", "/bin/false")

@@ -96,15 +96,15 @@ def backend() -> Finding:
 
 
 def compiler() -> Finding:
-    given = os.environ.get("CXX")
-    found = next((path for name in (given, "g++", "clang++") if name and (path := shutil.which(name))), None)
-    if found is not None:
+    wanted = os.environ.get("CXX", "g++")  # Inductor tries no other
+    if (found := shutil.which(wanted)) is not None:
         return fine("C++ compiler", found)
+    remedy = "install g++ (apt-get install g++), or name a compiler in CXX"
     return Finding(
         "C++ compiler",
         Verdict.BROKEN if not torch.cuda.is_available() else Verdict.NOTE,
-        f"no {given or 'g++'}; Inductor needs one for CPU kernels",
-        "install g++ (apt-get install g++), or name a compiler in CXX",
+        f"no {wanted!r}; Inductor needs it for CPU kernels",
+        "set CXX=clang++" if shutil.which("clang++") else remedy,
     )
 
 
