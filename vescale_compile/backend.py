@@ -9,13 +9,15 @@ AOTAutograd's cache has what another process compiled, only capture and agreemen
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
 
 from .capture import Capture, buffers_read, capture
 from .compiled import CompiledGraph, check_agreement, others_hear_of_failures
@@ -24,7 +26,7 @@ from .frames import roomy
 from .inductor_order import KeptOrder
 from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
-from .passes.context import CompileContext, Lowering, Part, Stage
+from .passes.context import CompileContext, GraphError, Lowering, Part, Stage
 from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
 from .runtime.pool import SlotSpec, StepSlots, with_fresh_slots
@@ -72,7 +74,7 @@ def vescale(
             operator by operator, on memory of their own: for who only wants to see them, and for tensors that only
             have shapes.
 
-    Raises:
+    Raises (through ``torch.compile`` it is the ``inner_exception`` of a ``torch._dynamo.exc.BackendCompilerFailed``):
         ValueError: an option that does not exist, or has an impossible value.
         GraphError: a graph that can't be compiled, or that breaks an invariant.
         RanksDisagree, RanksMissing: the ranks are not about to do the same collectives.
@@ -96,6 +98,15 @@ def vescale(
         on_compiled(report)
     budget = captured.context.memory_budget
     return CompiledGraph(captured, run, read.deadline, None if budget is None else budget - report.planned_bytes).call
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raises GraphError itself where Dynamo would wrap it."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        raise (error.inner_exception if isinstance(error.inner_exception, GraphError) else error) from None
 
 
 def _lowered(

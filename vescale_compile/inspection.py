@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backend import vescale
+from .backend import own_errors, vescale
 from .report import GraphReport, Report
 from .runtime.crossing import forget_carried
 from .sharded_module import uncompiled
@@ -31,12 +31,17 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
 
     Returns:
         The report; ``print(vc.explain(model, tokens))`` shows it.
+
+    Raises:
+        GraphError: a graph that can't be compiled, or a budget that no schedule fits in.
+        torch._dynamo.exc.BackendCompilerFailed: an option that does not exist or has an impossible value (ValueError),
+            or ranks that differ (RanksDisagree, RanksMissing): its ``inner_exception``.
     """
     graphs: list[GraphReport] = []
     module = uncompiled(model)
     backend = functools.partial(vescale, options=options, on_compiled=graphs.append, generate_code=False)
     devices = {param.device for param in module.parameters() if param.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), _buffers_kept(module):
+    with own_errors(), torch.random.fork_rng(devices=list(devices)), _buffers_kept(module):
         torch.compile(module, backend=backend, **_OF_ITS_OWN)(*args, **kwargs)
     forget_carried()  # there is no backward to take what the forward launched for it
     return Report(tuple(graphs))

@@ -19,6 +19,8 @@ _LONGEST_S = 1e7  # a season; PyTorch's stores take no infinite time
 class Options:
     """What a compilation can be asked.
 
+    What compiling raises arrives as the ``inner_exception`` of a ``torch._dynamo.exc.BackendCompilerFailed``.
+
     Attributes:
         lowering: ``"inductor"`` generates code; ``"eager"`` runs the graphs' operators one by one, for
             debugging and for bit-exact comparison with ``backend="aot_eager"``.

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils import _pytree as pytree
 
-from .backend import vescale
+from .backend import own_errors, vescale
 from .cost import OPTIMIZERS, Cluster, OptimizerCost
 from .hardware import cluster_for
-from .passes.context import GraphError
 from .quantities import size_text, time_text
 from .ragged.dtensor import RaggedDTensor
 from .report import GraphReport
@@ -169,11 +167,8 @@ def simulate(
             )
         inputs = _shapes_by_id(pytree.tree_leaves((args, kwargs)), mode)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: inputs[id(tensor)], (args, kwargs))
-        try:
-            with mode:
-                torch.compile(shapes, backend=backend)(*args, **kwargs)
-        except BackendCompilerFailed as error:
-            raise (error.inner_exception if isinstance(error.inner_exception, GraphError) else error) from None
+        with own_errors(), mode:
+            torch.compile(shapes, backend=backend)(*args, **kwargs)
         trained_bytes = sum(param.to_local().nbytes for param in trained)
     return Simulation(described, optimizer, tuple(graphs), trained_bytes)
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
-from vescale_compile.passes.context import Part
+from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.passes.summary import Kind
 from vescale_compile.runtime import crossing, pool
 
@@ -183,6 +183,17 @@ def test_a_model_may_be_explained_as_often_as_one_likes():
         model = vc.fully_shard(torch.nn.Linear(4, 2))
         for count in range(torch._dynamo.config.recompile_limit + 1):
             assert vc.explain(model, torch.ones(3, 4), options={"memory_budget": 2**20 + count}).graphs
+
+
+def test_what_compiling_wraps_explaining_raises_itself():
+    with fake_world(2):
+        model, options = vc.fully_shard(torch.nn.Linear(4, 2)), {"memory_budget": 1}
+        with pytest.raises(GraphError, match="memory_budget is"):
+            vc.explain(model, torch.ones(3, 4), options=options)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as wrapped:
+            torch.compile(model, backend="vescale", options=options)(torch.ones(3, 4))
+    assert isinstance(wrapped.value.inner_exception, GraphError)
 
 
 def test_explaining_leaves_running_statistics_as_they_are():
