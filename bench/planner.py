@@ -14,6 +14,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 
+from options import count
+
 from vescale_compile.planner import Granularity, Rows, UnitPlan, plan_unit
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.planner.unit import plan_content
@@ -59,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=PUBLISHED, action="append", help="only this one; may be repeated")
     parser.add_argument("--experts", action="store_true", help="blocks for the experts' matrices alone")
-    parser.add_argument("--repeats", type=int, default=3, help="cold runs to time (%(default)s)")
+    parser.add_argument("--repeats", type=count, default=3, help="cold runs to time (%(default)s)")
     args = parser.parse_args()
     for model in args.model or PUBLISHED:
         which = "the experts' matrices" if args.experts else "every matrix"

@@ -106,7 +106,7 @@ class Cell:
 
 
 def main() -> int:
-    """Measures the cells asked for, and prints the table of all there are; 1 if a cell failed."""
+    """Measures those cells asked for that are missing, and prints the table of all asked for; 1 if a cell failed."""
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (missing := wire.what_is_missing()) is not None:

@@ -30,11 +30,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import wire
 from forecaster import Forecast
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from options import PICTURES, check_folder, check_picture, count, rate, seconds, some_of
 from predict import cluster_of, gigabits
 from processes import Ranks
@@ -44,6 +43,10 @@ from worker import Job
 from workload import FOUR_LAYERS, Policy, Workload
 
 from vescale_compile.examples import llama
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PEERS = ("fsdp2-compile", "simplefsdp")
 HOSTS = 2
@@ -217,6 +220,8 @@ def clipped(spans: Spans, start: float, stop: float) -> Spans:
 
 def draw(lanes: Sequence[Lane], setting: str) -> Figure:
     """One panel for each lane, all over one time axis."""
+    from matplotlib.figure import Figure  # the command line says so where it is missing
+
     figure = Figure(figsize=(11.0, 1.0 + 1.1 * len(lanes)), layout="constrained")
     figure.suptitle(setting, fontsize=9)
     panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)
@@ -264,7 +269,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--wire", type=rate, default="2gbit", metavar="RATE", help="(%(default)s)")
     parser.add_argument("--model", choices=DENSE, default="28M", help="(%(default)s)")
     parser.add_argument("--policy", type=Policy, choices=[Policy.RESHARD, Policy.KEEP], default=Policy.RESHARD)
-    parser.add_argument("--seq", type=int, default=64, help="tokens of a rank (%(default)s)")
+    parser.add_argument("--seq", type=count, default=64, help="tokens of a rank (%(default)s)")
     parser.add_argument("--steps", type=count, default=5, help="of each system, of which one is drawn (%(default)s)")
     parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one order (%(default)s)")
     args = parser.parse_args()

@@ -1,5 +1,7 @@
 """The benchmark's command line: what it refuses, what it skips, what it takes for default."""
 
+import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import wire
 from harness import Plan, Result
 from systems import SYSTEMS
 from workload import Policy, Workload
+
+BENCH = Path(compare.__file__).parent
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[int, list[tuple[str, Policy]], list[Plan]]:
@@ -53,6 +57,28 @@ def test_options_that_make_no_sense_are_refused(
         run(monkeypatch, *options)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "option"), [("planner.py", "--repeats"), ("timeline.py", "--seq")], ids=["planner", "timeline"]
+)
+def test_a_count_of_none_is_refused(program: str, option: str) -> None:
+    ended = subprocess.run([sys.executable, str(BENCH / program), option, "0"], capture_output=True, text=True)
+    assert ended.returncode == 2 and "0 is not a positive number" in ended.stderr
+
+
+def test_where_matplotlib_is_missing_the_timeline_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "timeline", raising=False)
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.axes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "argv", ["timeline.py", "--out", "a.png"])
+    timeline = importlib.import_module("timeline")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        timeline.main()
+    assert "--out: needs matplotlib; pip install" in capsys.readouterr().err
 
 
 def test_without_the_means_for_a_wire_the_run_is_skipped_with_a_line_that_says_why(
