@@ -132,6 +132,12 @@ def test_the_error_is_a_not_implemented_error() -> None:
 
 
 @on_ranks(2)
+def test_where_whole_tensors_are_placed_is_said_in_full():
+    with pytest.raises(RaggedShardError, match=r"vescale_compile\.ragged\.dtensor\.distribute_ragged places"):
+        shard(torch.ones(4, 3), LAYOUT) + torch.ones(4, 3)
+
+
+@on_ranks(2)
 def test_data_is_read_and_not_assigned():
     param = nn.Parameter(shard(torch.ones(4, 3), LAYOUT))
     param.data.mul_(2)
