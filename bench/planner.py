@@ -21,7 +21,7 @@ from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.planner.unit import plan_content
 
 WORLDS = (8, 64, 128, 512, 1024, 8192, 32768)
-BLOCKS = {1: "1 row", 16: "16 rows", 32: "32 rows, 32x32 tiles", 128: "128 rows, 128x128 tiles"}
+BLOCKS = {1: "1 row", 16: "16 rows", 32: "32 rows", 128: "128 rows"}
 EXPERT = re.compile(r"\.experts\.(\d+\.)?(gate|up|gate_up|down)_proj(\.weight)?$")
 
 Plans = Sequence[UnitPlan]
