@@ -73,7 +73,7 @@ def start_exchange(
     number = _numbers.setdefault(group, Counter())
     number[kind] = (number[kind] + 1) % _NUMBERS
     tag = kind * _NUMBERS + number[kind]
-    ranks = dist.get_process_group_ranks(group)  # of the whole job: those of the group are others on the way back
+    ranks = dist.get_process_group_ranks(group)  # of the whole job: on the way back they may be numbered otherwise
     works = [dist.irecv(tensor, ranks[rank], _way(rank, group.rank(), group), tag) for tensor, rank in received]
     works += [dist.isend(tensor, ranks[rank], _way(group.rank(), rank, group), tag) for tensor, rank in sent]
     return Exchange(tuple(work for work in works if work is not None))
