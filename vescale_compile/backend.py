@@ -42,6 +42,7 @@ from .torch_internals import (
     forget_mutation_regions,
     inductor_compile,
     inductor_compile_inner,
+    kernels_compiled_beside,
     run_boxed,
 )
 from .unaveraged import warn_of_unaveraged
@@ -165,7 +166,8 @@ def _lower_inductor(
         with lowered_once(gm, examples, deadline):
             return warm_start.keep(functools.partial(inductor_compile_inner, gm, examples, **kwargs), part)
 
-    with warm_start.compiling():
+    beside = kernels_compiled_beside() if on_cpu else contextlib.nullcontext()
+    with beside, warm_start.compiling():
         return inductor_compile(
             captured.gm,
             inputs,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import lowering as _lowering
+from torch._inductor.async_compile import AsyncCompile as _AsyncCompile
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen as _PythonWrapper
 from torch._inductor.cpu_vec_isa import pick_vec_isa as _pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
@@ -32,7 +35,7 @@ from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -189,6 +192,34 @@ def inductor_compile(
 def inductor_compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """What ``inner_compile`` stands in front of."""
     return _compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+@contextmanager
+def kernels_compiled_beside() -> Iterator[None]:
+    """Has C++ kernels compiled from when each is generated, beside the rest of this graph and all of the next.
+
+    Otherwise they are compiled when the whole graph has been generated, by processes of the C++ compiler that nothing
+    runs beside: generated code begins with its kernels, and waits for them before it can be called. Here it doesn't, so
+    it must not be called before the end of this context, where what the compiler fails on is raised.
+    """
+    postponed: list[tuple[_AsyncCompile, dict[str, Any]]] = []
+    define = _PythonWrapper.define_kernel
+
+    def define_and_begin(wrapper: _PythonWrapper, name: str, code: str, *args: Any, **kwargs: Any) -> None:
+        if code.startswith("async_compile.cpp_pybinding("):  # an expression of the generated code, which finds it begun
+            eval(code, {"async_compile": _AsyncCompile()})
+        define(wrapper, name, code, *args, **kwargs)
+
+    def postpone(compiler: _AsyncCompile, scope: dict[str, Any]) -> None:
+        postponed.append((compiler, scope))
+
+    with (
+        mock.patch.object(_PythonWrapper, "define_kernel", define_and_begin),
+        mock.patch.object(_AsyncCompile, "wait", postpone),
+    ):
+        yield
+    for compiler, scope in postponed:
+        compiler.wait(scope)
 
 
 def aot_compile(
@@ -372,8 +403,28 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long what is sent over gloo to ranks of a group may take. Public calls take it, and none tells it."""
-    return backend_of(group, torch.device("cpu")).options._timeout
+    """How long what is sent over gloo to ranks of a group may take. Public calls take it, and none tells it.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is wrapped in one that checks, which before 2.12 has no options.
+    """
+    backend = backend_of(group, torch.device("cpu"))
+    return getattr(backend, "wrapped_pg", backend).options._timeout
+
+
+def group_beside(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Another process group of the same ranks, numbered alike, over gloo, with the same timeout; all make it together.
+
+    The public ``new_group``, called by these ranks alone, names a group by how many groups a rank is in: where these
+    are not as many for all, they wait for each other in vain. ``name`` tells it from others beside the same group.
+    """
+    store = PrefixStore(f"vescale/{group.group_name}/{name}", default_store())
+    rank, size, gloo = group.rank(), group.size(), dist.ProcessGroup.BackendType.GLOO
+    beside = dist.ProcessGroup(store, rank, size)
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout_of(group))
+    beside._register_backend(torch.device("cpu"), gloo, backend)
+    beside._set_default_backend(gloo)
+    beside._set_group_name(f"{group.group_name} {name}")  # type: ignore[arg-type]
+    return beside
 
 
 def never_start_tracing_at(function: Callable[..., Any]) -> None:
