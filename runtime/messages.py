@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import timeout_of
+from ..torch_internals import group_beside
 
 # Tags, each with a number that comes of all that this rank has exchanged before (see `tell_apart`). They must not meet
 # others of the same process group, nor each other: ranks that came to different collectives wait until the process
@@ -73,9 +73,9 @@ def start_exchange(
     number = _numbers.setdefault(group, Counter())
     number[kind] = (number[kind] + 1) % _NUMBERS
     tag = kind * _NUMBERS + number[kind]
-    ranks = dist.get_process_group_ranks(group)  # of the whole job: on the way back they may be numbered otherwise
-    works = [dist.irecv(tensor, ranks[rank], _way(rank, group.rank(), group), tag) for tensor, rank in received]
-    works += [dist.isend(tensor, ranks[rank], _way(group.rank(), rank, group), tag) for tensor, rank in sent]
+    own = group.rank()
+    works = [dist.irecv(each, group=_way(rank, own, group), tag=tag, group_src=rank) for each, rank in received]
+    works += [dist.isend(each, group=_way(own, rank, group), tag=tag, group_dst=rank) for each, rank in sent]
     return Exchange(tuple(work for work in works if work is not None))
 
 
@@ -91,10 +91,5 @@ def _way(sender: int, receiver: int, group: dist.ProcessGroup) -> dist.ProcessGr
 
 def _way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group not in _ways_back:
-        _ways_back[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout_of(group),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        _ways_back[group] = group_beside(group, "way back")
     return _ways_back[group]

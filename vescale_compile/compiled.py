@@ -44,7 +44,6 @@ class CompiledGraph:
         self._others = captured.others
         forward = captured.context.summaries.get(Part.FORWARD)
         self._left = forward.left_bytes if forward is not None else 0
-        self._number = zlib.crc32("".join(unit.layout for unit in captured.units).encode())
         self._run = run
         self._deadline = deadline
         self._spare = spare
@@ -56,8 +55,10 @@ class CompiledGraph:
         if self._life is not life():  # with ranks that may compile the graph only now
             agree_on_graph(buffers, self._collectives, deadline_s=self._deadline)
             self._take_down()
+        # By names: layers that share the graph are told apart, and what ranks call their groups plays no part.
+        number = zlib.crc32("".join(buffer.name for buffer in buffers).encode())
         for group in dict.fromkeys(buffer.group for buffer in buffers):
-            tell_apart(group, self._number)
+            tell_apart(group, number)
         forward = Forward(0 if saves_elsewhere() else self._left, buffers, compiled=True)
         self._check_budget(forward, args)
         flats: list[Any] = []

@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import vescale_compile as vc
 from vescale_compile.runtime.messages import EXCHANGE, Message, peers_of, start_exchange, tell_apart
 
 
@@ -27,8 +30,8 @@ def test_what_comes_from_a_rank_is_on_another_connection_than_what_goes_there():
         mock.patch.object(dist, "irecv", wraps=dist.irecv) as receipts,
     ):
         exchange(dist.group.WORLD)
-    going = {call.args[1]: call.args[2] for call in sends.call_args_list}
-    coming = {call.args[1]: call.args[2] for call in receipts.call_args_list}
+    going = {call.kwargs["group_dst"]: call.kwargs["group"] for call in sends.call_args_list}
+    coming = {call.kwargs["group_src"]: call.kwargs["group"] for call in receipts.call_args_list}
     assert going.keys() == coming.keys() == set(peers_of(dist.group.WORLD))
     assert all(going[rank] is not coming[rank] for rank in going)
     ways: list[list[bool]] = [[] for _ in range(dist.get_world_size())]
@@ -56,3 +59,39 @@ def test_both_directions_end_at_the_timeout_of_the_group():
     tell_apart(group, dist.get_rank())
     with pytest.raises(RuntimeError, match=r"(?i)timed out"):
         exchange(group)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+
+
+@on_ranks(2)
+def test_layers_that_share_compiled_code_are_not_taken_for_one_another():
+    torch._dynamo.reset()
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = vc.fully_shard(Blocks(), mesh=DeviceMesh.from_group(group, "cpu"))
+    x = torch.ones(2, 8)
+    for layer in model.layers:
+        layer.compile(backend="vescale", options={"lowering": "eager"})
+        layer(x)
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
+        model.layers[dist.get_rank()](x)
+
+
+@on_ranks(3)
+def test_ranks_that_call_one_group_by_different_names_understand_each_other():
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    if rank < 2:  # so that the second mesh is rank 1's second and rank 2's first of its shape
+        vc.fully_shard(nn.Linear(8, 8), mesh=first)
+    if rank > 0:
+        torch.manual_seed(0)
+        linear = nn.Linear(8, 8)
+        x = torch.ones(2, 8)
+        expected = linear(x)
+        sharded = vc.fully_shard(linear, mesh=second)
+        call = torch.compile(sharded, backend="vescale", options={"lowering": "eager"})
+        assert torch.equal(call(x), expected)
