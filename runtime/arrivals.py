@@ -97,13 +97,21 @@ def arrival_of(result: Tensor) -> Arrival | None:
 
 
 def settle() -> None:
-    """Waits for everything that was left in flight; what fails fails once here, and whoever reads it."""
+    """Waits for everything that was left in flight. Of what fails the first is raised, once; whoever reads it gets its
+    own failure."""
     kept = list(_kept)
     _kept.clear()
+    failures: list[RuntimeError] = []
     while kept or _arrivals:
         arrival = kept.pop() if kept else _arrivals.pop(next(iter(_arrivals)))
-        arrival.wait()
+        try:
+            arrival.wait()
+        except RuntimeError as failure:
+            failures.append(failure)
+            continue
         if arrival.may_be_freed:
             arrival.uses = ()
         else:
             _kept.append(arrival)
+    if failures:
+        raise failures[0]

@@ -126,11 +126,17 @@ def _start_reduce(
 
 def end_failed_graph() -> None:
     """Ends what a graph that raised has begun: forgets launches that waited for one which never came, and waits for
-    collectives that nobody waited for."""
+    collectives that nobody waited for. Of those that fail the first is raised when none is left."""
     _gathers.clear()
     _reductions.clear()
+    failures: list[RuntimeError] = []
     while _in_flight:
-        _in_flight.popitem()[1].wait()
+        try:
+            _in_flight.popitem()[1].wait()
+        except RuntimeError as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
 
 
 def _all_of(

@@ -11,8 +11,9 @@ where it was asked for, from the registered memory of a process group.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -77,6 +78,31 @@ def _follow_last_use(device: torch.device) -> None:
         stream.wait_event(done)
 
 
+_running = False
+"""Whether a graph runs now."""
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Around a graph, which has the slots to itself.
+
+    Raises:
+        RuntimeError: another runs: on another thread, or this one is called by an operator of it.
+    """
+    global _running
+    if _running:
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] a compiled graph of sharded parameters was called while another runs, from "
+            "another thread or from an operator in it. They share the memory that parameters are gathered into: call "
+            "one after the other"
+        )
+    _running = True
+    try:
+        yield
+    finally:
+        _running = False
+
+
 _memories: WeakValueDictionary[tuple[Any, ...], _Memory] = WeakValueDictionary()
 
 
@@ -99,19 +125,20 @@ class StepSlots:
         gpus = sorted({spec.device for spec in specs if spec.device.type == "cuda"}, key=str)
 
         def call(args: list[Any]) -> Any:
-            settle()
-            end_failed_graph()
-            for device in gpus:
-                _follow_last_use(device)
-            if not all(memory.has(spec) for memory, spec in slots):
-                self._allocate()
-            args.extend(memory.take(spec) for memory, spec in slots)
-            try:
-                return run(args)
-            finally:
+            with _alone():
+                settle()
+                end_failed_graph()
                 for device in gpus:
-                    stream = torch.cuda.current_stream(device)
-                    _last_use[device] = stream, stream.record_event()
+                    _follow_last_use(device)
+                if not all(memory.has(spec) for memory, spec in slots):
+                    self._allocate()
+                args.extend(memory.take(spec) for memory, spec in slots)
+                try:
+                    return run(args)
+                finally:
+                    for device in gpus:
+                        stream = torch.cuda.current_stream(device)
+                        _last_use[device] = stream, stream.record_event()
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call

@@ -32,7 +32,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         ValueError: no module in it is sharded.
     """
     buffers = tuple(buffers_in(module))
-    syncs = {buffer.sync for buffer in buffers}
+    syncs = dict.fromkeys(buffer.sync for buffer in buffers)  # in this order gradients are reduced, on every rank
     if not syncs:
         raise ValueError("no_sync: the module has no sharded parameters; call fully_shard on it first")
     earlier = {id(sync.peers): sync.peers for sync in syncs}.values()

@@ -96,6 +96,9 @@ class ShardedModule(nn.Module):
                 return forward(*args, **kwargs)
         finally:
             _forward.running = was_running
+            if not compiling and isinstance(self, nn.RNNBase):
+                # It keeps what it found at its attributes, which would be the gathered unit until its next forward.
+                self._flat_weights = [self._parameters.get(name) for name in self._flat_weights_names]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuses to replace a sharded parameter by another tensor; tying it to another sharded one is fine."""

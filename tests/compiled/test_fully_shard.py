@@ -244,6 +244,14 @@ def test_a_recurrent_network_runs_after_it_was_given_memory_or_another_dtype():
 
 
 @on_ranks(2)
+def test_a_recurrent_network_keeps_no_gathered_parameters_after_its_forward():
+    model = vc.fully_shard(torch.nn.LSTM(4, 4))
+    for _ in range(2):
+        model(torch.ones(3, 2, 4))
+        assert all(kept is param for kept, param in zip(model._flat_weights, model.parameters(), strict=True))
+
+
+@on_ranks(2)
 def test_deepcopy_gives_a_model_of_its_own():
     model = vc.fully_shard(models.build(models.Uneven))
     twin = copy.deepcopy(model)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import fake_world
 
 from vescale_compile.runtime.pool import SlotSpec, StepSlots, pooled_bytes
 
@@ -44,3 +45,12 @@ def test_what_finite_parameters_leave_in_padding_is_finite_as_a_gradient(dtype):
     finite = every[every.isfinite()]
     for low in (finite[0], finite[-1], finite.max(), finite.min()):
         assert torch.stack([low.expand_as(finite), finite], dim=1).view(torch.float32).isfinite().all()
+
+
+def test_a_graph_that_is_called_by_an_operator_of_another_is_refused():
+    inner = StepSlots().add(lambda slots: slots, [SlotSpec(8, torch.float32, CPU)])
+    outer = StepSlots().add(lambda slots: inner([]), [SlotSpec(8, torch.float32, CPU)])
+    with fake_world(2, rank=1):
+        with pytest.raises(RuntimeError, match=r"\[rank 1\].*while another runs"):
+            outer([])
+        inner([])  # the next call finds nothing running

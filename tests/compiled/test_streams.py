@@ -1,6 +1,7 @@
 """Collectives on a GPU: which stream runs what, and which waits for which. A GPU's streams are played by a record."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -150,6 +151,19 @@ def test_what_was_left_in_flight_is_freed_when_its_stream_has_waited_for_it(gpu:
     arrival = left(gpu)
     arrivals.settle()
     assert not arrivals._kept and not arrival.uses
+
+
+def test_of_reductions_that_fail_the_first_is_raised_when_none_is_left() -> None:
+    def fail(number: int) -> None:
+        raise RuntimeError(f"reduction {number}")
+
+    for number in range(3):
+        finish = functools.partial(fail, number)
+        arrivals._arrivals[number] = arrivals.Arrival(number, torch.empty(1), (), finish, None)
+    with pytest.raises(RuntimeError, match="reduction 0"):
+        arrivals.settle()
+    assert not arrivals._arrivals
+    arrivals.settle()
 
 
 @pytest.mark.parametrize("through", [True, False])
