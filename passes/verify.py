@@ -77,6 +77,7 @@ class _Execution:
         self.context = context
         self.bases: dict[fx.Node, fx.Node] = {}
         self.held: dict[fx.Node, tuple[fx.Node, _State]] = {}  # memory → the buffer in it
+        self.begun: set[fx.Node] = set()  # buffers that something was written to
         self.sharing: fx.Node | None = None  # a launch that waits for the next
 
     def check(self, graph: fx.Graph) -> list[tuple[fx.Node, Comm]]:
@@ -191,6 +192,11 @@ class _Execution:
             fail(self.context, node, f"writes to the {self._name(buffer)}, whose reduction was launched before")
         if state in _FLYING:
             fail(self.context, node, f"writes to memory on which a collective is in flight: {self._name(holder)}")
+        if holder is not buffer and buffer in self.begun:
+            fail(
+                self.context, node, f"writes more of the {self._name(buffer)}, which the {self._name(holder)} overwrote"
+            )
+        self.begun.add(buffer)
 
     def _check_holds(self, buffer: fx.Node, node: fx.Node) -> None:
         holder, state = self._state(buffer)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..quantities import least_text, size_text
+from ..runtime import ops
 from ..runtime.pool import pooled_bytes
 from ..schemas import written_by
 from .context import (
@@ -45,17 +46,33 @@ def check_copies(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compil
 
 def check_written(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
     """When gradients are reduced each parameter's place was written: with its gradient, or with zeros. What an earlier
-    tenant of the slot left between places is nobody's."""
+    tenant of the slot left between places is nobody's, and nothing is added to what it left in them."""
     written: dict[fx.Node, list[tuple[int, int]]] = defaultdict(list)
     for node in graph.nodes:
         comm = comm_of(node)
         for place in written_by(node) if comm is None else ():
             if _is_gradients(bases[place]):
-                written[bases[place]].append(_extent(place, bases[place]))
+                start, stop = _extent(place, bases[place])
+                if not _accumulates(node) or _first_unwritten(start, stop, written[bases[place]]) == stop:
+                    written[bases[place]].append((start, stop))
         if node.op == "output" or (comm is not None and comm.kind == REDUCE_SCATTER and comm.role is Role.LAUNCH):
             for buffer in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
                 if _is_gradients(buffer):
                     _check_covered(buffer, written[buffer], context)
+
+
+def _accumulates(node: fx.Node) -> bool:
+    """Whether a write adds to what is there."""
+    if node.target is ops.matmul_into:
+        return bool(node.args[3])
+    return node.target is torch.ops.aten.index_put_.default and len(node.args) > 3 and bool(node.args[3])
+
+
+def _first_unwritten(start: int, stop: int, written: Sequence[tuple[int, int]]) -> int:
+    """The first of the elements that no write has reached; ``stop`` if there is none."""
+    for begin, end in sorted(written):
+        start = max(start, end) if begin <= start else start
+    return min(start, stop)
 
 
 def _is_gradients(buffer: fx.Node) -> bool:
@@ -73,11 +90,10 @@ def _extent(place: fx.Node, buffer: fx.Node) -> tuple[int, int]:
 
 def _check_covered(buffer: fx.Node, written: Sequence[tuple[int, int]], context: CompileContext) -> None:
     mark = marked_buffer(buffer)
-    unit, spans = context.units[mark.unit], sorted(written)
+    unit = context.units[mark.unit]
     for view in (*unit.views, *unit.others):
-        at, stop = view.offset, view.offset + view.numel
-        for start, end in spans:
-            at = max(at, end) if start <= at else at
+        stop = view.offset + view.numel
+        at = _first_unwritten(view.offset, stop, written)
         if at < stop:
             fail(
                 context,

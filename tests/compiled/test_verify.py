@@ -112,6 +112,20 @@ def test_a_gradient_written_into_a_slot_on_which_a_gather_is_in_flight():
         graph.verify([graph.reduce(gradients)], context(Part.BACKWARD, reduced=(1,)))
 
 
+def test_a_gradient_of_which_a_part_was_overwritten_by_another_tenant_of_its_slot():
+    graph = Graph()
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS, 0, slot=True))
+    parameters = graph.gather(graph.buffer(unit=1, slot=True))
+    read = graph.read(parameters)
+    graph.write_gradient(gradients)
+    with pytest.raises(
+        GraphError,
+        match=r"writes more of the gradients of unit layers\.0, which the gathered parameters of unit layers\.1 "
+        r"overwrote",
+    ):
+        graph.verify([graph.reduce(gradients), read], context(Part.BACKWARD, reduced=(0,)))
+
+
 def test_keeping_the_gathered_parameters_of_a_unit_that_reshards():
     graph = Graph()
     view = graph.call(aten.view.default, graph.gather(graph.buffer()), [2, 4])

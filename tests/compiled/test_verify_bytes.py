@@ -8,6 +8,7 @@ import pytest
 from handmade import WORLD, Graph, S, aten, context
 
 from vescale_compile.passes.context import Copied, GraphError, Part, Use
+from vescale_compile.runtime import ops
 from vescale_compile.runtime.unshard import ParamView
 
 
@@ -84,6 +85,22 @@ def test_padding_need_not_be_written():
 def test_a_gradient_that_is_reduced_before_it_is_written_where_it_belongs(written, missing):
     with pytest.raises(GraphError, match=rf"gradients of unit layers\.0 are reduced, or returned, {missing}"):
         verify_places(*written, views=PARAMETERS)
+
+
+@pytest.mark.parametrize("written_before", [True, False])
+def test_a_gradient_is_only_added_to_what_was_written_before(written_before):
+    graph = Graph()
+    gradients = graph.buffer(Use.GRADIENTS)
+    if written_before:
+        graph.write_gradient(gradients)
+    factors = [graph.call(aten.view.default, shard, [2, 2]) for shard in graph.shards]
+    graph.call(ops.matmul_into, graph.call(aten.view.default, gradients, [2, 4]), *factors, True)
+    outputs = [graph.reduce(gradients)]
+    if written_before:
+        graph.verify(outputs, context(Part.BACKWARD, reduced=(0,)))
+    else:
+        with pytest.raises(GraphError, match="before element 0 of them is written"):
+            graph.verify(outputs, context(Part.BACKWARD, reduced=(0,)))
 
 
 def test_a_copy_that_is_counted_is_right():
