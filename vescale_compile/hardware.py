@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,20 +57,46 @@ def cluster_for(wanted: str | Cluster | None, device: torch.device, ranks: int) 
             f"vescale option cluster={wanted!r}: its collectives were measured on {measured.ranks} ranks, and {ranks} "
             f"shard the parameters. Calibrate on as many: {TO_CALIBRATE}"
         )
-    # What was not measured there goes over the links that this machine seems to have.
-    return replace(_guess(device, ranks), device=measured.device, measured=measured.collectives)
+    links = _guess(device, ranks) if device.type == "cuda" else _links_of(measured, wanted, ranks)
+    return replace(links, device=measured.device, measured=measured.collectives)
+
+
+def _links_of(calibration: Calibration, path: str, ranks: int) -> Cluster:
+    """What was not measured goes over the links that this machine seems to have, or, where a GPU's calibration is used
+    on a machine that need not have any, over those of the preset of that GPU.
+
+    Raises:
+        ValueError: of a GPU that there is no preset of, and without collectives.
+    """
+    name = calibration.device.name
+    if (known := _preset_of(name)) is not None:
+        return PRESETS[known](ranks)
+    if name.startswith("cpu") or calibration.collectives:
+        return _guess(torch.device("cpu"), ranks)
+    raise ValueError(
+        f"vescale option cluster={path!r}: it is of a {name!r}, and no preset ({', '.join(PRESETS)}) says what links "
+        f"such GPUs have. Calibrate on {ranks} ranks, or give a vescale_compile.cost.Cluster with its device and your "
+        "links"
+    )
 
 
 def _guess(device: torch.device, ranks: int) -> Cluster:
     """Another rank's may be another: hosts have other GPUs, or other numbers of ranks. What is decided is agreed on."""
     if device.type != "cuda":
         return Cluster(_CPU, ranks, ranks, _LOOPBACK, _LOOPBACK)
-    name = torch.cuda.get_device_name(device).lower()
-    known = next((preset for preset in PRESETS if preset in name), None)
+    name = torch.cuda.get_device_name(device)
+    known = _preset_of(name)
     if known is None:
         _warn_unknown(name)
     guess = PRESETS[known or _UNKNOWN_GPU](ranks)
     return replace(guess, ranks_per_node=_ranks_per_node() or guess.ranks_per_node)
+
+
+def _preset_of(name: str) -> str | None:
+    """Of a GPU by its name, as PyTorch gives it. Presets are of boards whose GPUs NVLink joins all: not of PCIe cards
+    and pairs of them, nor of chips that share a name's letters (GH200)."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return None if {"pcie", "nvl"} & {*words} else next((preset for preset in PRESETS if preset in words), None)
 
 
 def _ranks_per_node() -> int | None:

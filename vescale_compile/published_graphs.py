@@ -7,6 +7,8 @@ What they assume is in :data:`ASSUMPTIONS`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from vescale_compile.cost import Cluster, CollectiveCost, collective_cost
 from vescale_compile.planner.models import PUBLISHED, Shapes, published
@@ -17,8 +19,9 @@ PARAM_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 16  # bf16 gathers, fp32 reduct
 
 ASSUMPTIONS = """\
 Matrix products and attention at the share of the device's peak that large ones reach, everything else hidden by them;
-activation checkpointing of every layer; tokens spread evenly over experts, which are gathered like all parameters (no
-expert parallelism); bf16 gathers, fp32 reductions, fp32 parameters, gradients and AdamW states in memory."""
+activation checkpointing of every layer; logits of all tokens at once, in bf16 and for the loss in fp32; tokens spread
+evenly over experts, which are gathered like all parameters (no expert parallelism); bf16 gathers, fp32 reductions, fp32
+parameters, gradients and AdamW states in memory; communication takes nothing from the computation beside it."""
 
 
 def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int = 8192) -> TaskGraph:
@@ -34,11 +37,15 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
     units = {name: sum(map(math.prod, unit.values())) for name, unit in shapes.items()}
     config = PUBLISHED[model][1]
     hidden, layers = config["hidden_size"], [name for name in units if name not in ("embedding", "head")]
-    heads = config["num_attention_heads"] * config.get("head_dim", 192)
     states = sum(units.values()) * STATE_BYTES // cluster.ranks
-    attention = 2 * sequence * heads * tokens
-    active = [_active_parameters(model, shapes[name]) for name in layers]
-    forward = [cluster.device.seconds(2 * tokens * numel + attention, 0, "bfloat16") for numel in active]
+    forward = [
+        cluster.device.seconds(
+            tokens * (2 * _active_parameters(model, shapes[name]) + _attention_flops(config, layer, sequence)),
+            0,
+            "bfloat16",
+        )
+        for layer, name in enumerate(layers)
+    ]
     scores = cluster.device.seconds(2 * tokens * hidden * config["vocab_size"], 0, "bfloat16")
     saved, working = 2 * tokens * hidden, 40 * tokens * hidden
 
@@ -47,7 +54,9 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
         live = states + (index + 1) * saved + working
         compute += [Compute(f"{layers[index]} {part}", seconds / 2, live) for part in ("attention", "mlp")]
     live = states + len(layers) * saved + 8 * tokens * hidden
-    compute += [Compute("head", scores, live), Compute("head backward", 2 * scores, live)]
+    logits = tokens * config["vocab_size"]
+    compute.append(Compute("head", scores, live + (2 + 4) * logits))
+    compute.append(Compute("head backward", 2 * scores, live + (2 + 4 + 4) * logits))
     for index, seconds in reversed(list(enumerate(forward))):
         live = states + (index + 1) * saved + 2 * working
         compute += [Compute(f"{layers[index]} {part} backward", 1.5 * seconds, live) for part in ("mlp", "attention")]
@@ -81,6 +90,16 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
 def _transfer(name: str, cost: CollectiveCost, **uses: object) -> Transfer:
     taken = {"load": cost.load, "stretch": cost.stretch, "wakeup": cost.wakeup, "launch": cost.launch}
     return Transfer(name, cost.latency, cost.wire_time, **taken, **uses)  # type: ignore[arg-type]
+
+
+def _attention_flops(config: Mapping[str, Any], layer: int, sequence: int) -> int:
+    """Of a token in a layer's forward: the scores, and the values' sum, over half of the sequence on average, or over
+    the window of a layer that has one."""
+    window = config.get("sliding_window") if layer % 2 == 0 else None
+    attended = sequence / 2 if window is None else min(window, sequence / 2)
+    latent = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0), config.get("v_head_dim", 0)
+    widths = sum(latent) or 2 * config["head_dim"]
+    return int(2 * attended * config["num_attention_heads"] * widths)
 
 
 def _active_parameters(model: str, shapes: Shapes) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vescale_compile import doctor_command
+from vescale_compile import doctor_command, hardware
 from vescale_compile.cost import (
     DEVICES,
     PRESETS,
@@ -180,6 +180,39 @@ def test_what_a_calibration_lacks_goes_over_the_links_of_this_machine(gpus: pyte
     Calibration(unit, 8, measured).save(tmp_path / "this.json")
     found = cluster_for(str(tmp_path / "this.json"), torch.device("cuda"), 8)
     assert found == replace(gpu_cluster("h100", 8), device=unit, ranks_per_node=4, measured=measured)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_a_gpu_has_a_presets_links_if_its_name_says_that_nvlink_joins_all_of_its_board(
+    name: str, preset: str | None
+) -> None:
+    assert hardware._preset_of(name) == preset
+
+
+def test_a_gpus_calibration_is_simulated_over_the_links_of_its_preset(tmp_path: Path) -> None:
+    unit = replace(gpu_cluster("h100", 1).device, name="NVIDIA H100 80GB HBM3")
+    Calibration(unit, 1, {}).save(tmp_path / "gpu.json")
+    found = cluster_for(str(tmp_path / "gpu.json"), torch.device("cpu"), 64)
+    assert found == replace(gpu_cluster("h100", 64), device=unit)
+
+
+def test_a_calibration_of_a_gpu_whose_links_nobody_knows_is_refused(tmp_path: Path) -> None:
+    unit = replace(gpu_cluster("h100", 1).device, name="NVIDIA L40S")
+    Calibration(unit, 1, {}).save(tmp_path / "gpu.json")
+    with pytest.raises(ValueError, match=r"gpu\.json.*'NVIDIA L40S'.*Cluster"):
+        cluster_for(str(tmp_path / "gpu.json"), torch.device("cpu"), 64)
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (4, 1), (6, 2), (12, 3), (16, 4)])

@@ -12,8 +12,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
-from vescale_compile.cost import Device, compute
-from vescale_compile.cost.compute import compute_seconds, flops
+from vescale_compile.cost import Device
+from vescale_compile.cost import flops as arithmetic
+from vescale_compile.cost.compute import compute_seconds
+from vescale_compile.cost.flops import flops
 from vescale_compile.runtime import ops  # noqa: F401  (registers the package's operators)
 
 # A second is one operation, or one byte and a launch: times can be read off.
@@ -173,9 +175,39 @@ def test_an_operator_whose_formula_raises_is_bound_by_memory(
         raise NotImplementedError("not this one")
 
     monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.mm, formula)
-    monkeypatch.setattr(compute, "_warned", set())
+    monkeypatch.setattr(arithmetic, "_warned", set())
     graph = capture(lambda x, y: (torch.mm(x, y), torch.mm(x, y)), (3, 5), (5, 7))
     assert total(graph, ARITHMETIC) == close(0)
     assert total(graph, TRAFFIC) == close(2 * 4 * (15 + 35 + 21))
-    (warning,) = (record.getMessage() for record in caplog.records if record.name == compute.__name__)
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == arithmetic.__name__)
     assert "aten.mm" in warning and "not this one" in warning
+
+
+def test_products_of_groups_of_rows_take_what_products_of_all_rows_do() -> None:
+    """Eight rows for three experts, and the gradient of the experts' weights."""
+
+    def experts(rows: Tensor, weights: Tensor) -> Tensor:
+        return torch.ops.aten._grouped_mm(rows, weights, rows.new_zeros(3, dtype=torch.int32))
+
+    def gradient(rows: Tensor, gradients: Tensor) -> Tensor:
+        return torch.ops.aten._grouped_mm(rows.t(), gradients, rows.new_zeros(3, dtype=torch.int32))
+
+    bf16 = torch.bfloat16
+    assert total(capture(experts, (8, 16), (3, 16, 32), dtype=bf16), ARITHMETIC) == close(8 * 16 * 32)
+    assert total(capture(gradient, (8, 16), (8, 32), dtype=bf16), ARITHMETIC) == close(8 * 16 * 32)
+
+
+def test_flex_attention_takes_what_attention_without_a_mask_does() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+    shape, few_heads = (2, 4, 16, 8), (2, 2, 16, 8)
+    graph = fx.Graph()
+    tensors = [graph.placeholder(name) for name in ("query", "key", "value")]
+    program = graph.get_attr("score_mod")
+    node = graph.call_function(torch.ops.higher_order.flex_attention, (*tensors, program, (), 1.0, {}))
+    for each, size in zip((*tensors, node), (shape, few_heads, few_heads, shape), strict=True):
+        each.meta["val"] = torch.empty(size, device="meta")
+    plain = total(capture(attend, shape, shape, shape), ARITHMETIC)
+    assert compute_seconds([node], ARITHMETIC)[node] == close(plain)
+    assert compute_seconds([node], TRAFFIC)[node] == close(4 * (2 + 1) * 2 * 4 * 16 * 8)

@@ -1,10 +1,11 @@
-"""Time of collectives: latency and bandwidth of each class of links (the alpha-beta model), ring, tree, two levels.
+"""Time of collectives: latency and bandwidth of each class of links (the alpha-beta model), ring and tree.
 
 A collective of ``nbytes`` is one whose unsharded buffer has that size: what all ranks gather, what each has to be
 reduced, or what each sends in an all-to-all. The algorithms are the usual ones (Thakur, Rabenseifner and Gropp,
 "Optimization of Collective Communication Operations in MPICH", 2005; Sanders, Speck and Träff, "Two-tree
 algorithms", 2009; NCCL's ring). Every one costs a latency that does not depend on the size plus a time in proportion
-to it, and the cheapest for the size is taken.
+to it, and the cheapest for the size is taken. A gather and a reduction have the ring alone, with a latency that grows
+with the ranks: where nodes have several GPUs, NCCL has no other for them but with the switches' help (SHARP).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class CollectiveCost:
     """What one collective costs.
 
     Attributes:
-        algorithm: that was chosen: "ring", "two-level", "tree", "pairwise", or "measured".
+        algorithm: that was chosen: "ring", "tree", "pairwise", or "measured".
         latency: seconds, whatever it carries.
         wire_time: seconds in proportion to its bytes.
         load: share of the compute device that it takes while it runs.
@@ -96,15 +97,6 @@ def _ring(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
     return _cost(cluster, "ring", (rounds * within, rounds * between), wire_time)
 
 
-def _two_level(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
-    """A ring in each node and rings over the nodes, as many as each has ranks, one after the other."""
-    rounds = 2 if kind == ALL_REDUCE else 1
-    local, nodes, last = cluster.local_ranks, cluster.nodes, cluster.last_ranks
-    wire_time = cluster.within.seconds(rounds * nbytes * (local - 1) / local)
-    wire_time += cluster.between.seconds(rounds * nbytes / last * (cluster.ranks - last) / cluster.ranks)
-    return _cost(cluster, "two-level", (rounds * (local - 1), rounds * (nodes - 1)), wire_time)
-
-
 def _tree(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
     """Two binary trees over the nodes, each with half of the data, and a chain in each node; up, then down."""
     local, nodes = cluster.local_ranks, cluster.nodes
@@ -126,8 +118,8 @@ def _pairwise(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
 
 
 _ALGORITHMS: dict[str, tuple[Callable[[Cluster, str, float], CollectiveCost], ...]] = {
-    ALL_GATHER: (_ring, _two_level),
-    REDUCE_SCATTER: (_ring, _two_level),
-    ALL_REDUCE: (_ring, _two_level, _tree),
+    ALL_GATHER: (_ring,),
+    REDUCE_SCATTER: (_ring,),
+    ALL_REDUCE: (_ring, _tree),
     ALL_TO_ALL: (_pairwise,),
 }

@@ -1,46 +1,34 @@
 """Time of the nodes of an aten graph, from the shapes of their fake tensors alone.
 
 A kernel takes the larger of its arithmetic and its memory traffic (roofline). Arithmetic is that of matrix
-products, convolutions and attention, by the formulas registered with :mod:`torch.utils.flop_counter`, where other
-packages' operators can be registered too. Everything else is bound by memory.
+products, convolutions and attention (:mod:`.flops`). Everything else is bound by memory.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import FlopCounterMode
 
 from vescale_compile.cost.devices import Device
-from vescale_compile.rng_calls import example_values, plain_node
+from vescale_compile.cost.flops import flops
+from vescale_compile.rng_calls import plain_node
 from vescale_compile.schemas import written_by
 from vescale_compile.torch_internals import size_hint
 
-_log = logging.getLogger(__name__)
 _aten = torch.ops.aten
-
-_warned: set[OpOverloadPacket] = set()
 
 # Operators whose result is a view although they are not declared so.
 _VIEWS = frozenset({_aten._unsafe_view.default, _aten.lift_fresh.default})
 
 # Operators that read of their first argument only what they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
-
-# Operators without a formula of their own, and the one whose formula holds for them.
-_LIKE = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-    _aten.addmm_: _aten.addmm,
-    _aten.baddbmm_: _aten.baddbmm,
-}
 
 # Operators, besides those tagged as pointwise, for which Inductor generates kernels.
 _COPIES = {"convert_element_type", "_to_copy", "clone", "copy", "copy_", "cat", "constant_pad_nd", "where"}
@@ -76,59 +64,6 @@ def compute_seconds(nodes: Iterable[fx.Node], device: Device, *, fused: bool = T
     return {node: _seconds(plain_node(node) or node, device, formulas, fused) for node in nodes}
 
 
-def flops(node: fx.Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
-    """Floating-point operations of a node, a multiplication and an addition counted as two.
-
-    A causal attention does half of what its formula counts. 0 without a formula, or with one that raises.
-    """
-    if not isinstance(node.target, OpOverload):
-        return 0
-    if node.target.name() == "vescale::matmul_into":
-        out, a, *_ = example_values(node.args)
-        return 2 * size_hint(out.numel()) * size_hint(a.shape[-1])
-    packet = node.target.overloadpacket
-    formula = formulas.get(_LIKE.get(packet, packet))
-    if formula is None:
-        return 0
-    try:
-        count = _evaluated(formula, node, packet)
-    except Exception as error:  # anybody's code, which assumes more of its arguments than the operator does
-        _warn_raising(packet, error)
-        return 0
-    return count // 2 if _argument(node, "is_causal") else count
-
-
-def _evaluated(formula: Callable[..., int], node: fx.Node, packet: OpOverloadPacket) -> int:
-    args = example_values(node.args)
-    if "scaled_dot_product" in packet.__name__:
-        args = _with_all_heads(args)
-    return size_hint(formula(*args, **example_values(node.kwargs), out_val=node.meta.get("val")))
-
-
-def _warn_raising(packet: OpOverloadPacket, error: Exception) -> None:
-    """Once for each operator."""
-    if packet in _warned:
-        return
-    _warned.add(packet)
-    _log.warning(
-        "backend='vescale': the formula of %s, registered with torch.utils.flop_counter, raises %s: %s. Its time is "
-        "predicted from its memory traffic alone.",
-        packet,
-        type(error).__name__,
-        error,
-    )
-
-
-def _with_all_heads(args: Sequence[Any]) -> list[Any]:
-    """An attention's arguments, with as many heads for keys and values as for queries: older formulas want that."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4]
-    heads = max((tensor.shape[1] for tensor in tensors), default=1)
-    return [
-        arg[:, :1].expand(-1, heads, -1, -1) if any(arg is each for each in tensors) and arg.shape[1] != heads else arg
-        for arg in args
-    ]
-
-
 def operator_key(node: fx.Node) -> str:
     """What a node's time depends on: its operator, and shape, strides and dtype of its tensors."""
     tensors = (tensor for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val")))
@@ -140,6 +75,8 @@ def operator_key(node: fx.Node) -> str:
 
 
 def _seconds(node: fx.Node, device: Device, formulas: Mapping[Any, Callable[..., int]], fused: bool) -> float:
+    if isinstance(node.target, HigherOrderOperator):
+        return _whole_seconds(node, device, flops(node, formulas))
     if not _computes(node):
         return 0.0
     count = flops(node, formulas)
@@ -150,6 +87,15 @@ def _seconds(node: fx.Node, device: Device, formulas: Mapping[Any, Callable[...,
     seconds = device.seconds(count, traffic, _factor_dtype(node, device) if count else "")
     joins = inside and any(_fusible(source) for source in _sources(node))
     return seconds - device.launch_overhead if joins else seconds
+
+
+def _whole_seconds(node: fx.Node, device: Device, count: int) -> float:
+    """Of an operator that takes programs and is one kernel, as flex attention. 0 for those whose arithmetic is not
+    known: control flow, wrappers."""
+    if not count:
+        return 0.0
+    read = _size(tensor for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val")))
+    return device.seconds(count, read + _size(_tensors(node.meta.get("val"))), _factor_dtype(node, device))
 
 
 def _computes(node: fx.Node) -> bool:
@@ -242,16 +188,6 @@ def _factor_dtype(node: fx.Node, device: Device) -> str:
     if name == "float32" and "tf32" in device.peak_flops and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return "float8" if name.startswith("float8") else name
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """The value of a node's argument, by its name in the schema; None where there is none."""
-    assert isinstance(node.target, OpOverload)
-    if name in node.kwargs:
-        return node.kwargs[name]
-    names = [argument.name for argument in node.target._schema.arguments]
-    place = names.index(name) if name in names else len(node.args)
-    return node.args[place] if place < len(node.args) else None
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -151,6 +151,7 @@ _GPT_OSS_120B = {
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "head_dim": 64,
+    "sliding_window": 128,  # of every other layer, the first among them
 }
 
 _DEEPSEEK_V3 = {
