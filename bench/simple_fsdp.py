@@ -2,7 +2,8 @@
 
 Each parameter is a DTensor of row shards, and reading it redistributes it to a replica: an all-gather in the
 forward, and by autograd a reduce-scatter in the backward. ``torch.compile`` sees both as ordinary operators of one
-graph, and Inductor's own passes bucket and schedule them.
+graph, and Inductor's own passes bucket and schedule them: on GPUs those that plan by estimated times; on CPUs, where
+these can't run, those that launch as early and wait as late as dependencies allow.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ def simple_fsdp(model: nn.Module, workload: Workload, policy: Policy, *, buckete
         options["joint_custom_post_pass"] = _GatherAgain()
     if workload.device == "cuda":  # the scheduler asks the driver for the GPU's speed
         options |= _overlap(bucketed)
-    elif bucketed:
-        options |= _bucketing(layer_numel, workload.mixed_precision)
+    else:
+        options |= _early_and_late()
+        if bucketed:
+            options |= _bucketing(layer_numel, workload.mixed_precision)
     return torch.compile(model, dynamic=False, fullgraph=True, options=options)
 
 
@@ -105,6 +108,12 @@ def _overlap(bucketed: bool) -> dict[str, Any]:
     if hasattr(config.aten_distributed_optimizations, "pre_bucketing_fsdp_collectives"):  # not in older releases
         options["pre_bucketing_fsdp_collectives"] = bucketed
     return {f"aten_distributed_optimizations.{name}": value for name, value in options.items()}
+
+
+def _early_and_late() -> dict[str, Any]:
+    """Inductor's options to launch collectives as early, and to wait for them as late, as dependencies allow."""
+    passes = ["raise_comms", "sink_waits"]
+    return {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": passes}
 
 
 def _bucketing(layer_numel: int, precision: MixedPrecisionPolicy) -> dict[str, Any]:
