@@ -94,12 +94,13 @@ def _fsdp2(model: nn.Module, workload: Workload, policy: Policy, *, compiled: bo
 
 def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
     """Gathers one layer ahead. On GPUs FSDP2 does by itself, by streams, which CPUs have none of."""
-    units: Any = [model, *layers]
-    for unit, following in itertools.pairwise(units):
+    forwards: Any = [model, *layers]
+    backwards: Any = [model, *reversed(layers)]
+    for unit, following in itertools.pairwise(forwards):
         unit.set_modules_to_forward_prefetch([following])
-    for unit, before in itertools.pairwise([model, *reversed(units[1:])]):
-        unit.set_modules_to_backward_prefetch([before])
-    for unit in units:
+    for unit, following in itertools.pairwise(backwards):
+        unit.set_modules_to_backward_prefetch([following])
+    for unit in forwards:
         unit._set_unshard_async_op(True)  # its docstring asks for explicit prefetching
 
 
