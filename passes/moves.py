@@ -22,6 +22,22 @@ MOVES: dict[OpOverload, Kind] = {
     _aten.cat.default: Kind.CONCATENATION,
 } | dict.fromkeys(CASTS, Kind.CAST)
 
+_MOVED = frozenset(
+    {"cat", "constant_pad_nd", "clone", "slice_scatter", "select_scatter", "index", "index_select", "gather", "flip"}
+)
+
+
+def uncast(node: fx.Node) -> fx.Node:
+    """What a node is a cast of, or the node itself."""
+    while node.target in CASTS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def moves(node: fx.Node) -> bool:
+    """Whether a node's result is values of its operands as they are, laid out otherwise."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _MOVED
+
 
 def moved_parameters(
     graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext

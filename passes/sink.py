@@ -6,13 +6,15 @@ computes it, and that is told to write into the gradient's place:
 - matrix products, by ``vescale::matmul_into``; a sum of products (a weight used several times) accumulates there,
 - embeddings, as zeros and an accumulating ``index_put_``, or, on CPUs, by ``vescale::embedding_into``,
 - what Inductor generates code for, by ``copy_``, which it fuses into the kernel as its store,
-- with eager lowering, any operator that has an ``out=`` form, by that.
+- with eager lowering, any operator that has an ``out=`` form, by that,
+- each part of a concatenation, of a parameter that the program splits, by whatever computes it.
 
 What remains is copied, once, and recorded: gradients that something else reads too, that are inputs of the graph,
 or that operators compute which can't be told where to write (convolutions, attention); products whose place is not
-aligned, where libraries are slower and round otherwise; and sums (of biases and norms), which Inductor's kernels store
-before they place them. A gradient of another dtype than the reduction's is cast on the way; an embedding's rows in
-bf16, which Inductor adds up in fp32, stay in fp32 if that is what is reduced.
+aligned, where libraries are slower and round otherwise; what is only moved (of a parameter that the program slices);
+and sums (of biases and norms), which Inductor's kernels store before they place them. A gradient of another dtype than
+the reduction's is cast on the way; an embedding's rows in bf16, which Inductor adds up in fp32, stay in fp32 if that is
+what is reduced.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ..torch_internals import emulates_precision_casts, generates_code_for, out_
 from .aliases import is_view
 from .context import Buffer, CompileContext, Copied, Lowering, Use
 from .edit import allocate, call, order_of, value_of
-from .moves import CASTS
+from .moves import CASTS, moves
 from .places import Place
 
 _aten = torch.ops.aten
@@ -41,6 +43,7 @@ _MASKED_SCATTER = _aten._unsafe_masked_index_put_accumulate.default
 _SUMS_OF_ROWS = {"index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter_add"}
 _REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "var_mean", "any"} | _SUMS_OF_ROWS)
 _SHARED = "read elsewhere too"
+_STORED_FIRST = "a generated reduction, which is stored before it is placed"
 _ZEROS = (_aten.full.default, _aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default)
 
 
@@ -61,8 +64,9 @@ def _replace_pack(pack: fx.Node, context: CompileContext) -> None:
             call(graph, _aten.fill_.Scalar, place, 0)
     pack.replace_all_uses_with(buffer)
     graph.erase_node(pack)
-    sinking = _Sinking(graph, context, order_of(graph), {grad for grad, n in Counter(grads).items() if n > 1})
+    sinking = _Sinking(graph, context, order_of(graph), Counter(grads))
     for grad, offset, view in zip(grads, offsets, views, strict=True):
+        sinking.unwritten[grad] -= 1
         shape = torch.Size(context.units[unit].views[view].shape)
         sinking.write(grad, Place.of(buffer, offset, unit, shape))
     order = order_of(graph)
@@ -75,20 +79,21 @@ class _Sinking:
 
     Attributes:
         order: of the graph's nodes, before any were inserted.
-        shared: gradients of more than one parameter.
+        unwritten: gradients that are to be written later, and by how many places. Though nothing in the graph says so,
+            they must not be erased before.
     """
 
     graph: fx.Graph
     context: CompileContext
     order: dict[fx.Node, int]
-    shared: set[fx.Node]
+    unwritten: Counter[fx.Node]
 
     def write(self, value: fx.Node, place: Place) -> int:
         """Has ``value``, which nothing in the graph reads but for this, written to ``place``.
 
         Returns the place in the order after which it is there.
         """
-        if value.users or value in self.shared or value.op != "call_function":
+        if self._is_shared(value) or value.op != "call_function":
             return self._copy(value, place, "an input of the graph" if value.op == "placeholder" else _SHARED)
         if before := place.before(value):
             return self.write(self._drop(value), before)
@@ -108,11 +113,17 @@ class _Sinking:
             with self.graph.inserting_before(value):
                 call(self.graph, _aten.fill_.Scalar, place.insert(), 0)
             return self._scatter(value, place)
+        if value.target is _aten.cat.default and (last := self._write_parts(value, place)) is not None:
+            return last
         if self.context.lowering is Lowering.EAGER:
             return self._write_out(value, place)
         if value.target is _aten.add.Tensor and not value.kwargs and (last := self._accumulate(value, place)):
             return last
         return self._copy(value, place, f"computed by {_operator(value)}")
+
+    def _is_shared(self, value: fx.Node, readers: int = 0) -> bool:
+        """Whether more than ``readers`` read a value, or it is a gradient that has another place too."""
+        return len(value.users) > readers or self.unwritten[value] > 0
 
     def _only_rounds(self, value: fx.Node) -> bool:
         """A cast that may be left out where its reader casts again: Inductor does so in kernels that it generates,
@@ -120,10 +131,26 @@ class _Sinking:
         generated = self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
         return generated and value.target in CASTS
 
+    def _write_parts(self, whole: fx.Node, place: Place) -> int | None:
+        """Writes each of the tensors that a gradient is concatenated of, as those of a parameter that was split are;
+        None if they don't lie one behind another."""
+        parts, dim = cast(list[fx.Node], whole.args[0]), whole.args[1] if len(whole.args) > 1 else 0
+        shapes = [value_of(part).shape for part in parts]  # type: ignore[union-attr]
+        if dim not in (0, -len(place.shape)) or place.steps or any(len(shape) != len(place.shape) for shape in shapes):
+            return None
+        if len(set(parts)) != len(parts) or not all(isinstance(size, int) for shape in shapes for size in shape):
+            return None
+        self.graph.erase_node(whole)
+        last, offset = 0, place.offset
+        for part, shape in zip(parts, shapes, strict=True):
+            last = max(last, self.write(part, Place.of(place.buffer, offset, place.unit, shape)))
+            offset += shape.numel()
+        return last
+
     def _accumulate(self, total: fx.Node, place: Place) -> int | None:
         """Writes the earlier summand of two and has the later one, a product or a scatter, added to it."""
         terms = [term for term in total.args if isinstance(term, fx.Node) and place.fits(value_of(term))]
-        if len(set(terms)) != 2 or any(len(term.users) > 1 for term in terms):
+        if len(set(terms)) != 2 or any(self._is_shared(term, readers=1) for term in terms):
             return None
         first, second = sorted(terms, key=self.order.__getitem__)
         source, second_place = self._behind_views(second, place)
@@ -144,7 +171,7 @@ class _Sinking:
     def _behind_views(self, value: fx.Node, place: Place) -> tuple[fx.Node, Place]:
         while before := place.before(value):
             source = value.all_input_nodes[0]
-            if len(source.users) > 1:
+            if self._is_shared(source, readers=1):
                 break
             value, place = source, before
         return value, place
@@ -165,7 +192,7 @@ class _Sinking:
         zeros = value.args[0]
         indices, rows = self._unmask(value) if value.target is _MASKED_SCATTER else value.args[1:3]
         last = self._insert_and_drop(value, _aten.index_put_.default, place, indices, rows, True)
-        if isinstance(zeros, fx.Node) and not zeros.users:
+        if isinstance(zeros, fx.Node) and not self._is_shared(zeros):
             self.graph.erase_node(zeros)
         return last
 
@@ -190,19 +217,19 @@ class _Sinking:
         return place_in_order
 
     def _copy(self, value: fx.Node, place: Place, why: str) -> int:
-        unread = not value.users and value not in self.shared
-        if unread and value.target in CASTS and (self._only_rounds(value) or place.fits(value_of(value))):
+        drops = value.target in CASTS and (self._only_rounds(value) or place.fits(value_of(value)))
+        if drops and not self._is_shared(value):
             value = self._drop(value)
         last_input = self.graph.find_nodes(op="placeholder")[-1]
-        shared = bool(value.users) or value in self.shared
+        shared = self._is_shared(value)
         with self.graph.inserting_before((last_input if value.op == "placeholder" else value).next):
             copy = call(self.graph, _aten.copy_.default, place.insert(), value)
         if shared:
             why = _SHARED
         elif is_store(value, self.context):
             return self.order[value]
-        elif _is_generated(_behind_any_views(value), self.context):
-            why = "a generated reduction, which is stored before it is placed"
+        elif _is_generated(source := _behind_any_views(value), self.context):
+            why = f"moved by {source.target}" if moves(source) else _STORED_FIRST
         copy.meta["vescale"] = Copied(place.unit, why)
         return self.order[value]
 
@@ -224,7 +251,7 @@ class _Sinking:
 def is_store(value: fx.Node, context: CompileContext) -> bool:
     """Whether a copy of a value that nothing else reads is none: the store of the generated kernel that computes it."""
     source = _behind_any_views(value)
-    if not _is_generated(source, context):
+    if not _is_generated(source, context) or moves(source):
         return False
     assert isinstance(source.target, OpOverload)
     return source.target.overloadpacket.__name__ not in _REDUCTIONS

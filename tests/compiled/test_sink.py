@@ -1,5 +1,7 @@
 """Gradients are written where they are reduced: what copies nothing, what is copied, and why."""
 
+import functools
+
 import models
 import pytest
 import torch
@@ -107,6 +109,41 @@ class Shared(Loss):
         return x * (self.first + self.second)
 
 
+class Split(Loss):
+    """A matrix that the program splits, as attention to another sequence does with that of its three projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        first, second = self.weight.split([8, 16])
+        return torch.tanh(x @ first.t()) @ second.view(8, 16)
+
+
+class Sliced(Loss):
+    """A matrix of which the program uses some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x @ self.weight[:8].t()
+
+
+class Correction(Loss):
+    """A matrix used alone and with another added: the second's gradient is a summand of the first's."""
+
+    def __init__(self, base_first: bool = True) -> None:
+        super().__init__()
+        for name in ("base", "delta") if base_first else ("delta", "base"):
+            setattr(self, name, nn.Parameter(torch.randn(8, 8)))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base) + F.linear(x.cos(), self.base + self.delta)
+
+
 def numbers() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -154,7 +191,7 @@ def test_a_mixture_of_experts_copies_what_its_own_operators_compute(lowering, wi
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("build", [Tied, Twice, Experts, Affine])
+@pytest.mark.parametrize("build", [Tied, Twice, Experts, Affine, Split])
 def test_each_of_these_copies_nothing(build, lowering, without_code_generation):
     with fake_world(2):
         graph = report(build, INPUTS.get(build, numbers)(), lowering=lowering)
@@ -172,6 +209,20 @@ def test_what_can_not_be_written_in_place_is_copied_once_and_says_why(build, low
     assert [entry.kind for entry in copies] == [Kind.COPY] * len(parameters)
     assert sum(entry.nbytes for entry in copies) == sum(param.nbytes for param in parameters)
     assert all(reasons[build] in entry.why for entry in copies)
+
+
+def test_a_gradient_that_is_only_moved_to_its_place_is_a_copy(without_code_generation):
+    with fake_world(2):
+        copies = moved(report(Sliced, numbers(), lowering="inductor"))
+    assert [(entry.kind, entry.nbytes) for entry in copies] == [(Kind.COPY, 16 * 8 * 4)]
+    assert copies[0].why.startswith("moved by aten.")
+
+
+@pytest.mark.parametrize("base_first", [True, False])
+def test_a_summand_of_a_gradient_that_is_one_itself_is_copied(base_first, without_code_generation):
+    with fake_world(2):
+        copies = moved(report(functools.partial(Correction, base_first), numbers(), lowering="inductor"))
+    assert {(entry.nbytes, entry.why) for entry in copies} == {(8 * 8 * 4, "read elsewhere too")}
 
 
 def test_a_product_whose_place_is_not_aligned_is_copied(without_code_generation):
@@ -220,7 +271,9 @@ def test_a_weight_used_twice_accumulates_in_its_place(without_code_generation, t
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("name", ["Tied", "Twice", "Experts", "Affine", "Convolution", "Shared"])
+@pytest.mark.parametrize(
+    "name", ["Tied", "Twice", "Experts", "Affine", "Convolution", "Shared", "Split", "Sliced", "Correction"]
+)
 @on_ranks(2)
 def test_gradients_are_those_of_the_unsharded_model(name, lowering):
     torch._dynamo.reset()
