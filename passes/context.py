@@ -201,6 +201,8 @@ class CompileContext:
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
         collectives: each verified graph's collectives, in order, one line each.
+        sources: in the graph of ``part``, the input that is the shard of each unit that is gathered.
+        returned: in it, by their places among its outputs, the units whose reduced gradients are returned.
         moved: how often the program moves gathered parameters in the graph of ``part``, by unit and operator.
         slots: each graph's static memory, in the order of the inputs that the assign pass appends.
         slot_uses: what lies in each of them.
@@ -227,6 +229,8 @@ class CompileContext:
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0
     collectives: dict[Part, list[str]] = field(default_factory=dict)
+    sources: dict[int, str] = field(default_factory=dict)
+    returned: dict[int, int] = field(default_factory=dict)
     moved: Counter[tuple[int, str]] = field(default_factory=Counter)
     slots: dict[Part, tuple[SlotSpec, ...]] = field(default_factory=dict)
     slot_uses: dict[Part, tuple[SlotUse, ...]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ of quantized gradients has two such buffers, for what this rank sends and for wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -25,11 +25,14 @@ from ..runtime import crossing, ops, quantized_ops
 from .aliases import bases_of
 from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Lowering, Part, Role, Use
 from .edit import allocate, call
-from .moves import CASTS, moved_parameters
+from .moves import CASTS, moved_parameters, uncast
+from .reshard import GATHERS, REDUCTIONS
 
 
 def expand(gm: fx.GraphModule, context: CompileContext) -> None:
     context.moved = moved_parameters(gm.graph, bases_of(gm.graph), context)
+    context.sources = {node.args[1]: uncast(node.args[0]).name for node in gm.graph.nodes if node.target in GATHERS}
+    context.returned = _returned(gm.graph)
     for node in list(gm.graph.nodes):
         if node.target is ops.all_gather:
             _expand_gather(node, context)
@@ -39,6 +42,13 @@ def expand(gm: fx.GraphModule, context: CompileContext) -> None:
             _expand_quantized_gather(node, context)
         elif node.target is quantized_ops.reduce_scatter_quantized:
             _expand_quantized_reduction(node, context)
+
+
+def _returned(graph: fx.Graph) -> dict[int, int]:
+    """The units whose reduced gradients are outputs, by their places."""
+    outputs: tuple[Any, ...] = graph.output_node().args[0]  # type: ignore[assignment]
+    results = ((index, uncast(value)) for index, value in enumerate(outputs) if isinstance(value, fx.Node))
+    return {index: cast(int, value.args[1]) for index, value in results if value.target in REDUCTIONS}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .context import CompileContext
 
 GATHERS = (ops.all_gather, quantized_ops.all_gather_quantized)
 _KNOWN = ("aten", "prims", "vescale")  # namespaces
-_REDUCTIONS = (ops.reduce_scatter, quantized_ops.reduce_scatter_quantized)
+REDUCTIONS = (ops.reduce_scatter, quantized_ops.reduce_scatter_quantized)
 
 
 def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -36,7 +36,7 @@ def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
             recomputed.add(node)
     for node in recomputed:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    context.reduced_units = tuple(node.args[1] for node in gm.graph.nodes if node.target in _REDUCTIONS)
+    context.reduced_units = tuple(node.args[1] for node in gm.graph.nodes if node.target in REDUCTIONS)
     context.gradients = {node.args[6]: frozenset(node.args[2]) for node in gm.graph.nodes if node.target is ops.pack}
 
 

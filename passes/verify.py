@@ -12,7 +12,8 @@
    memory again, and its result is only returned, or cast when it is read.
 4. The order, sizes and dtypes of the collectives are recorded, for the comparison across ranks.
 5. Nothing stands between a shard and its gather, nor between a reduction and the gradient it returns, but a cast to
-   the shard's dtype; and what is reduced is the buffer that gradients were written to, each parameter's place in it.
+   the shard's dtype; and what is reduced is the buffer that gradients were written to, each parameter's place in it,
+   once. A unit's collectives use its own shard and buffers, and its gradient is returned in its place.
    Gathered parameters are moved by the program alone; a gradient that is copied into its place is counted as copied,
    with the reason.
 6. What lies in a slot fits there, and shards, slots and the fullest moment of each graph are within the memory budget.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from typing import Any
 
 from torch import fx
 
@@ -43,7 +45,7 @@ from .context import (
     marked_buffer,
     shared_text,
 )
-from .moves import CASTS
+from .moves import CASTS, uncast
 from .verify_bytes import check_copies, check_memory, check_written
 
 
@@ -90,6 +92,7 @@ class _Execution:
                 self._check_shared(node)
             if node.op == "output":
                 self._check_kept(node)
+                self._check_returned(node)
             if node.target is leaving.cast_when_read:
                 self._cast_when_read(node)
             elif comm is None:
@@ -116,6 +119,7 @@ class _Execution:
     def _launch(self, node: fx.Node, comm: Comm) -> None:
         source, *others = (self.bases[arg] for arg in node.all_input_nodes)
         targets = [other for other in others if buffer_of(other) is not None]
+        self._check_own(node, comm, source, targets)
         if bool(marked_buffer(targets[0]).carried) is not (comm.role in (Role.CARRY, Role.TAKE)):
             fail(self.context, node, f"the {self._name(targets[0])} are carried over to the backward by one graph only")
         if comm.kind == ALL_GATHER:
@@ -136,6 +140,18 @@ class _Execution:
             if self._state(target)[1] in _FLYING:
                 fail(self.context, node, f"the {self._name(target)} get memory on which a collective is in flight")
             self.held[self._memory(target)] = (target, _State.IN_FLIGHT)
+
+    def _check_own(self, node: fx.Node, comm: Comm, source: fx.Node, targets: list[fx.Node]) -> None:
+        """A unit's collective takes its shard or its gradients, and gives to its own buffers."""
+        name = self.context.units[comm.unit].name
+        for buffer in (source, *targets):
+            mark = buffer_of(buffer)
+            if mark is not None and mark.unit != comm.unit:
+                fail(self.context, node, f"the {self._name(buffer)} are in a collective of unit {name}")
+        if comm.kind == ALL_GATHER and source.op == "placeholder":
+            shard = self.context.sources.get(comm.unit)
+            if shard != source.name:
+                fail(self.context, node, f"unit {name} is gathered from {source.name}, and its shard is {shard}")
 
     def _wait(self, node: fx.Node, comm: Comm) -> None:
         if comm.role is Role.LEAVE and self.context.part is not Part.BACKWARD:
@@ -224,6 +240,16 @@ class _Execution:
             if self.context.reshards(mark.unit):
                 name = self.context.units[mark.unit].name
                 fail(self.context, output, f"unit {name} is resharded after forward, but its parameters are kept")
+
+    def _check_returned(self, output: fx.Node) -> None:
+        """Each unit's reduced gradient is returned where the program has that of its shard."""
+        outputs: tuple[Any, ...] = output.args[0]  # type: ignore[assignment]
+        for place, unit in self.context.returned.items():
+            result = outputs[place]
+            mark = buffer_of(self.bases[uncast(result)]) if isinstance(result, fx.Node) else None
+            if mark is None or (mark.use, mark.unit) != (Use.REDUCED, unit):
+                name = self.context.units[unit].name
+                fail(self.context, output, f"result {place} is not the reduced gradient of unit {name}")
 
     def _memory(self, buffer: fx.Node) -> fx.Node:
         """A slot, or memory of the buffer's own."""

@@ -52,6 +52,7 @@ def context(
         reduced_units=reduced,
         gradients=dict.fromkeys(reduced, frozenset([0])),
         carried=frozenset(carried),
+        sources={0: "shard_0", 1: "shard_1"},
         part=part,
     )
 
@@ -82,8 +83,10 @@ class Graph:
             return self.call(aten.slice.Tensor, self.slot, 0, 0, WORLD * S, mark=mark)
         return self.call(aten.empty.memory_format, [WORLD * S], mark=mark)
 
-    def launch_gather(self, buffer: fx.Node, source: fx.Node | None = None, **options: bool) -> None:
-        unit = buffer.meta["vescale"].unit
+    def launch_gather(
+        self, buffer: fx.Node, source: fx.Node | None = None, unit: int | None = None, **options: bool
+    ) -> None:
+        unit = buffer.meta["vescale"].unit if unit is None else unit
         mark = Comm(ALL_GATHER, Role.LAUNCH, unit)
         self.call(ops.start_all_gather, source or self.shards[unit], buffer, unit, "0", mark=mark, **options)
 
@@ -106,8 +109,9 @@ class Graph:
         self.call(aten.fill_.Scalar, buffer, 1)
         return buffer
 
-    def reduce(self, buffer: fx.Node) -> fx.Node:
-        unit = buffer.meta["vescale"].unit if "vescale" in buffer.meta else 0
+    def reduce(self, buffer: fx.Node, unit: int | None = None) -> fx.Node:
+        if unit is None:
+            unit = buffer.meta["vescale"].unit if "vescale" in buffer.meta else 0
         shard, scratch = self.buffer(Use.REDUCED, unit), self.buffer(Use.SCRATCH, unit)
         launch, wait = (Comm(REDUCE_SCATTER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
         self.call(ops.start_reduce_scatter, buffer, shard, scratch, unit, "0", "", mark=launch)

@@ -74,6 +74,23 @@ def test_gathering_something_computed_from_the_shard():
         graph.verify([graph.read(buffer)], context(Part.FORWARD))
 
 
+def test_gathering_the_shard_of_another_unit():
+    graph = Graph()
+    buffer = graph.buffer()
+    graph.launch_gather(buffer, graph.shards[1])
+    graph.wait_gather(buffer)
+    with pytest.raises(GraphError, match=r"unit layers\.0 is gathered from shard_1, and its shard is shard_0"):
+        graph.verify([graph.read(buffer)], context(Part.FORWARD))
+
+
+def test_gathering_into_the_buffer_of_another_unit():
+    graph = Graph()
+    buffer = graph.buffer(unit=1)
+    graph.launch_gather(buffer, unit=0)
+    with pytest.raises(GraphError, match=r"parameters of unit layers\.1 are in a collective of unit layers\.0"):
+        graph.verify([graph.read(buffer)], context(Part.FORWARD))
+
+
 def test_writing_to_a_gathered_parameter_through_a_view():
     graph = Graph()
     view = graph.call(aten.view.default, graph.gather(graph.buffer()), [2, 4])

@@ -1,5 +1,7 @@
 """The verifier on reductions: what is right passes, and each way of breaking it is caught and named."""
 
+from dataclasses import replace
+
 import pytest
 from handmade import Graph, aten, context
 
@@ -36,6 +38,33 @@ def test_a_reduced_gradient_copied_on_its_way_out():
     reduced = graph.reduce(graph.write_gradient(graph.buffer(Use.GRADIENTS)))
     with pytest.raises(GraphError, match=r"reduced gradients of unit layers\.0 are moved or computed with"):
         graph.verify([graph.call(aten.clone.default, reduced)], context(Part.BACKWARD, reduced=(0,)))
+
+
+def verify_returned(*outputs: int) -> None:
+    """Two units' gradients, returned where the program has those of units 0 and 1."""
+    graph = Graph()
+    reduced = [graph.reduce(graph.write_gradient(graph.buffer(Use.GRADIENTS, unit))) for unit in range(2)]
+    backward = replace(context(Part.BACKWARD, reduced=(0, 1)), returned={0: 0, 1: 1})
+    graph.verify([reduced[unit] for unit in outputs], backward)
+
+
+def test_gradients_returned_in_each_others_place():
+    verify_returned(0, 1)
+    with pytest.raises(GraphError, match=r"result 0 is not the reduced gradient of unit layers\.0"):
+        verify_returned(1, 0)
+
+
+def test_a_reduced_gradient_that_is_not_returned():
+    with pytest.raises(GraphError, match=r"result 1 is not the reduced gradient of unit layers\.1"):
+        verify_returned(0, 0)
+
+
+def test_units_that_reduce_each_others_gradients():
+    graph = Graph()
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS, 1))
+    shard = graph.reduce(gradients, unit=0)
+    with pytest.raises(GraphError, match=r"gradients of unit layers\.1 are in a collective of unit layers\.0"):
+        graph.verify([shard], context(Part.BACKWARD, reduced=(0,)))
 
 
 @pytest.mark.parametrize("times", [0, 2])
