@@ -14,6 +14,7 @@ from torch import fx
 
 from ..runtime.pool import SlotSpec, pooled_bytes
 from ..schedule import (
+    Bound,
     BudgetError,
     Launch,
     Run,
@@ -24,6 +25,7 @@ from ..schedule import (
     find_schedule,
     launched_early,
     least_peak,
+    lower_bound,
     simulate,
     synchronous_schedule,
 )
@@ -59,8 +61,15 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
         _move(gm.graph, schedule, collectives, segments)
         _place_carried(gm.graph)
         found = Scheduled(schedule, simulate(tasks, schedule), found.bound)
-    context.predictions[context.part] = predict(tasks, found)
+    context.predictions[context.part] = predict(tasks, found.timeline, _bound(tasks, collectives))
     context.needs[context.part] = Need(*_taken(gm.graph, context), least_peak(tasks) + room_ahead(tasks))
+
+
+def _bound(tasks: TaskGraph, collectives: Sequence[Collective]) -> Bound:
+    """What no schedule can beat, in whatever memory: what the forward has launched may be over by now."""
+    launched_here = zip(tasks.transfers, collectives, strict=True)
+    own = tuple(transfer for transfer, each in launched_here if each.launch is not each.wait)
+    return lower_bound(TaskGraph(tasks.compute, own))
 
 
 def _schedule(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..schedule import Scheduled, TaskGraph
+from ..schedule import Bound, TaskGraph, Timeline
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Prediction:
         communication: of the collectives, each with the wire to itself.
         exposed: in which the computation stands still and waits.
         slowdown: that the computation loses to launches, and to collectives which take a share of the device.
-        least: what no schedule of the graph can beat within its memory: the largest of its computation, its
-            communication and its critical path.
+        least: what no schedule of the graph can beat: the largest of its computation, its communication and its
+            critical path.
         computation: the computation's pieces, in order.
         transfers: the collectives on the wire, in the order of their launches.
         tail: at the end, in which nothing is left to compute or to launch. Of a backward, the optimizer's step may
@@ -48,16 +48,15 @@ class Prediction:
     tail: float = 0.0
 
 
-def predict(tasks: TaskGraph, found: Scheduled) -> Prediction:
-    """What the graph will do if it runs by the schedule that was found for its tasks."""
-    timeline = found.timeline
+def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound) -> Prediction:
+    """What the graph will do by the timeline of its tasks, beside what no schedule of them can beat."""
     return Prediction(
         seconds=timeline.makespan,
         compute=timeline.compute,
         communication=timeline.communication,
         exposed=timeline.exposed,
         slowdown=timeline.slowdown,
-        least=found.bound.makespan,
+        least=bound.makespan,
         computation=tuple(
             Span(task.name, start, stop) for task, (start, stop) in zip(tasks.compute, timeline.runs, strict=True)
         ),

@@ -162,10 +162,12 @@ class Step:
 
     @cached_property
     def gathered_again(self) -> tuple[int, ...]:
-        """Units whose gather the backward repeats, the one that is worth keeping most first."""
+        """Units whose gather the backward repeats, the one that is worth keeping most first. One that the program
+        itself returns is there in any case."""
         first, second = self.forward.tasks, self.backward.tasks
         if first is None or second is None:
             return ()
+        gathered = {unit: at for unit, at in self.forward.gathered.items() if not self.forward.collectives[at].escapes}
         units = [each.unit for each in self.backward.collectives]
         transfers = [
             replace(
@@ -173,7 +175,7 @@ class Step:
                 name=f"{transfer.name}, in backward",
                 writers=_after(first, transfer.writers),
                 readers=_after(first, transfer.readers),
-                repeats=self.forward.gathered.get(unit) if transfer.readers else None,
+                repeats=gathered.get(unit) if transfer.readers else None,
             )
             for unit, transfer in zip(units, second.transfers, strict=True)
         ]

@@ -160,9 +160,10 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     exchanges = each.launch.target is start_reduce_scatter_quantized
     # What is exchanged are codes of the gradients, from one half of the scratch to the other.
     sent, kind = (scratch // 2, ALL_TO_ALL) if exchanges else (full, each.kind)
-    cost = collective_cost(context.cluster, kind, sent)
     comm = context.units[each.unit].comm
-    replicas = context.cluster.across(1 if each.gathers else comm.replica_count)
+    cluster = context.cluster.of(comm.world_size)
+    cost = collective_cost(cluster, kind, sent)
+    replicas = cluster.across(1 if each.gathers else comm.replica_count)
     average = collective_cost(replicas, ALL_REDUCE, full / comm.world_size)
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(

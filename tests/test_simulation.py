@@ -68,6 +68,15 @@ def test_nothing_is_computed_during_launches():
     assert long.step_seconds - none.step_seconds == pytest.approx(launches, rel=1e-3)
 
 
+def test_no_step_takes_less_than_the_bound_and_one_whose_units_are_alike_hardly_more():
+    config = LlamaConfig(layers=12, dim=512, heads=8, kv_heads=4)
+    tokens = torch.empty(1, 1024, dtype=torch.int64, device="meta")
+    for cluster in (H100, replace(H100, within=replace(H100.within, bandwidth=2e9))):
+        with torch.device("meta"):
+            found = vc.simulate(Llama(config), tokens, tokens, cluster=cluster, world_size=8)
+        assert found.least_seconds <= found.step_seconds <= 1.05 * found.least_seconds
+
+
 def test_a_slow_wire_exposes_communication_and_computes_as_long(usual):
     fast, slow = usual, simulated(cluster=SLOW)
     assert slow.compute_seconds == fast.compute_seconds
@@ -182,6 +191,14 @@ def refused_on_a_rank() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def test_in_a_fake_group_of_the_programs_own_too_each_prediction_stands_for_itself(usual):
+    with fake_world(8):
+        longer = torch.empty(2, 64, dtype=torch.int64, device="meta")
+        with torch.device("meta"):
+            vc.simulate(Llama(CONFIG), longer, longer, cluster=SLOW, world_size=8)
+        assert simulated() == usual
 
 
 def test_a_real_process_group_is_refused_and_the_rank_named():

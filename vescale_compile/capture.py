@@ -98,7 +98,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
-        cluster=cluster_for(options.cluster, shard.device, units[0].graph.comm.world_size),
+        cluster=cluster_for(options.cluster, shard.device, max(unit.graph.comm.world_size for unit in units)),
         wanted_cluster=repr(options.cluster),
         memory_budget=options.budget_bytes,
         beside=beside(tuple(positions), breaks=ends_in_graph_break(gm), given=given_bytes(example_inputs)),

@@ -82,6 +82,22 @@ def test_without_a_budget_every_unit_is_resharded_as_it_was_asked_to_be():
         assert {unit.after_forward for unit in explained(None).units} == {"resharded"}
 
 
+class WithItsHead(models.Uneven):
+    """Returns a parameter beside the loss."""
+
+    def forward(self, tokens, labels):
+        return super().forward(tokens, labels), self.head.weight
+
+
+def test_a_parameter_that_the_program_returns_is_not_brought_again_for_a_budget():
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = vc.fully_shard(models.build(WithItsHead))
+        options = {"lowering": "eager", "memory_budget": AMPLE}
+        (graph,) = vc.explain(model, *models.batches(1, 11)[0], options=options).graphs
+    assert gathers(graph, Part.BACKWARD) <= 1  # of the unit that is returned, if any
+
+
 def test_the_report_names_the_units_that_are_kept():
     with fake_world(2):
         graph = explained(between())

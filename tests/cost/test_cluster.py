@@ -241,6 +241,12 @@ def test_replicas_of_a_shard_are_as_many_ranks_apart_as_shard_it(
     assert (across.ranks, across.local_ranks, across.nodes) == (replicas, local, nodes)
 
 
+def test_some_ranks_of_a_cluster_were_not_measured_as_all_were() -> None:
+    all_ranks = replace(gpu_cluster("h100", 16), measured={"all_gather": MeasuredCollective(1e-6, 1e9)})
+    assert all_ranks.of(16) is all_ranks
+    assert all_ranks.of(8) == gpu_cluster("h100", 8)
+
+
 def test_a_cluster_says_what_it_is() -> None:
     assert str(gpu_cluster("h100", 64)) == "64 x h100 on 8 nodes over NVLink and network"
     assert str(gpu_cluster("h100", 4)) == "4 x h100 on 1 node over NVLink"

@@ -233,6 +233,19 @@ def test_the_next_reduction_is_launched_when_the_scratch_of_the_one_before_is_fr
     assert program.index("wait   reduce 0") < program.index("launch reduce 1")
 
 
+def test_what_could_stay_is_brought_again_where_scratch_needs_its_room() -> None:
+    graph = TaskGraph(
+        (Compute("forward", 1.0, 0), Compute("backward", 1.0, 0)),
+        (
+            Transfer("gather", 0.0, 1.0, readers=(0,), output_bytes=100),
+            Transfer("gather again", 0.0, 1.0, readers=(1,), output_bytes=100, repeats=0),
+            Transfer("reduce", 0.0, 1.0, writers=(0,), input_bytes=10, scratch_bytes=100),
+        ),
+    )
+    assert least_peak(graph) == 110
+    assert find_schedule(graph, 110).timeline.peak_bytes == 110
+
+
 def test_a_refused_budget_names_the_scratch_that_does_not_fit() -> None:
     with pytest.raises(BudgetError, match=r"needs 118, at 'second backward': 100 of .*, 8 of the scratch of reduce 0"):
         find_schedule(reduced_twice(8), 117)

@@ -111,6 +111,10 @@ class Cluster:
         """Nodes that take part."""
         return math.ceil(self.ranks / self.local_ranks)
 
+    def of(self, ranks: int) -> Cluster:
+        """So many ranks of it. No collective was measured between them, unless they are all."""
+        return self if ranks == self.ranks else replace(self, ranks=ranks, measured={})
+
     def across(self, replicas: int) -> Cluster:
         """The ranks that hold the same shard where ``replicas`` clusters like this one follow one another: one of each.
         No collective was measured between them."""

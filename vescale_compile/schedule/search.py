@@ -107,6 +107,9 @@ class _Search:
         self.enough = max(enough, lower_bound(graph, budget).makespan * 1.0001)
         self.frame = Frame.build(Lifetimes(graph, free_to_keep(graph)), ())
         self.best = synchronous(self.frame.lifetimes, self.frame.jobs)[0]
+        if self.best.peak > budget:  # the scratch of what is reduced in between finds no room
+            self.frame = Frame.build(Lifetimes(graph), ())
+            self.best = synchronous(self.frame.lifetimes, self.frame.jobs)[0]
         self.settings = self._sweep(self.frame)
         self._keep(keepable(graph, self.frame.least, budget))
         self._merge()
