@@ -2,14 +2,17 @@
 
 A tensor lives from the node that makes it to the last one that reads it or a view of it. Slots, shards and the
 optimizer's states live outside the graph and are not counted here. With Inductor a value that only generated code
-reads is taken to live in registers, as part of a fused kernel; what an operator of a library reads, or makes, and what
-leaves the graph, is memory.
+reads is taken to live in registers, as part of a fused kernel, or to be computed anew from what is in memory anyway;
+what an operator of a library reads, or makes, what leaves the graph, and what has to outlast such an operator, is
+memory.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from operator import or_
 
 from torch import fx
 
@@ -50,11 +53,14 @@ def _live(
     order, bases = order_of(graph), bases_of(graph)
     births: dict[int, list[fx.Node]] = {}
     deaths: dict[int, list[fx.Node]] = {}
-    for node, last in _last_uses(graph, bases, order).items():
-        if node not in without and _is_memory(node, context):
-            keeps = node.op == "placeholder" and part is not Part.BACKWARD
+    lasts = _last_uses(graph, bases, order)
+    if part is not Part.BACKWARD:
+        lasts.update((node, len(order)) for node in lasts if node.op == "placeholder")
+    outlasting = _outlasting(graph, context, order, bases, lasts)
+    for node, last in lasts.items():
+        if node not in without and (node in outlasting or _is_memory(node, context)):
             births.setdefault(order[node], []).append(node)
-            deaths.setdefault(len(order) if keeps else last, []).append(node)
+            deaths.setdefault(last, []).append(node)
     live: Counter[str] = Counter()
     for node, place in order.items():
         for born in births.get(place, ()):
@@ -70,6 +76,55 @@ def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.No
         for arg in node.all_input_nodes:
             last[bases[arg]] = max(last[bases[arg]], order[node])
     return last
+
+
+def _outlasting(
+    graph: fx.Graph,
+    context: CompileContext,
+    order: dict[fx.Node, int],
+    bases: dict[fx.Node, fx.Node],
+    lasts: dict[fx.Node, int],
+) -> set[fx.Node]:
+    """Values that only generated code reads, but that what an operator of a library makes of them meets again, and that
+    are not computed from what is in memory for as long."""
+    values = [node for node in order if bases[node] is node]
+    in_memory = {each for each in values if each.op == "placeholder" or buffer_of(each) or _is_memory(each, context)}
+    meeting = _meeting_again([each for each in values if each not in in_memory and nbytes_of(each)], graph, bases)
+    sources: dict[fx.Node, set[fx.Node]] = {}  # of a value in memory itself, of others what they are computed from
+    found: set[fx.Node] = set()
+    for node in values:
+        read = {bases[arg] for arg in node.all_input_nodes} if node not in in_memory else ()
+        sources[node] = set().union(*(sources[base] for base in read)) if read else {node}
+        if node in meeting and any(lasts[source] < lasts[node] for source in sources[node]):
+            found.add(node)
+            sources[node] = {node}
+    return found
+
+
+def _meeting_again(values: Sequence[fx.Node], graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Of ``values`` those that are read together with what an operator of a library has made of them: no kernel can
+    contain both readers. Sets of values are numbers, a bit for each."""
+    bits = {value: 1 << index for index, value in enumerate(values)}
+    fused: dict[fx.Node, int] = {}  # what generated code alone leads to a node from
+    through: dict[fx.Node, int] = {}  # what an operator of a library is between
+    meeting = 0
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        from_fused, from_through = (
+            functools.reduce(or_, (each[arg] for arg in inputs), 0) for each in (fused, through)
+        )
+        meeting |= from_through & functools.reduce(or_, (bits.get(bases[arg], 0) for arg in inputs), 0)
+        if _interrupts(node):
+            from_fused, from_through = 0, from_through | from_fused
+        fused[node], through[node] = from_fused | bits.get(node, 0), from_through
+    return {value for value, bit in bits.items() if meeting & bit}
+
+
+def _interrupts(node: fx.Node) -> bool:
+    """Whether no generated kernel contains what is before a node and what is behind it."""
+    return node.op == "call_function" and not (
+        is_view(node) or buffer_of(node) is not None or generates_code_for(node.target)
+    )
 
 
 def _is_memory(node: fx.Node, context: CompileContext) -> bool:

@@ -1,9 +1,9 @@
 """What a model takes of a rank's memory beside one of its graphs.
 
 A model may run as several graphs: Dynamo breaks its forward, or its layers are compiled one by one. Each runs beside
-the shards of all units, and beside what the forwards before it keep for their backwards. The shards are the same on
-every rank. What forwards keep is known as far as they have run, and may differ between ranks: it limits what a graph
-takes without need, and nothing is refused for it.
+the shards of all units, beside what the forwards before it keep for their backwards, and its backward beside the
+gradients of graphs after it. Shards and gradients are the same on every rank. What forwards keep is known as far as
+they have run, and may differ between ranks: it limits what a graph takes without need, and nothing is refused for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from ..torch_internals import in_backward
@@ -71,20 +72,22 @@ class Beside:
 
     Attributes:
         shards: of units that the graph does not read.
+        gradients: reduced ones, of those units that graphs after it read: its backward comes after theirs.
         accumulated: gradients that ``no_sync`` accumulates, unsharded.
         kept: results of the forwards before it, and what these keep for their backwards.
         last: whether no graph of the step is known to come after it.
     """
 
     shards: int = 0
+    gradients: int = 0
     accumulated: int = 0
     kept: int = 0
     last: bool = True
 
     @property
     def standing(self) -> int:
-        """What is there all the time: the same on every rank."""
-        return self.shards + self.accumulated
+        """What is there all the time, or when its backward ends: the same on every rank."""
+        return self.shards + self.gradients + self.accumulated
 
 
 def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
@@ -105,6 +108,7 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
     one_of_many = in_backward() or all(buffer.layout in layouts for buffer in read)
     return Beside(
         shards=sum(buffer.shard.nbytes for buffer in others),
+        gradients=sum(buffer.shard.nbytes for buffer in unread if buffer.trains) if torch.is_grad_enabled() else 0,
         accumulated=sum(
             buffer.numel * buffer.reduce_dtype.itemsize
             for buffer in (*read, *others)

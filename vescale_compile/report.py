@@ -162,6 +162,7 @@ def _lines(graph: GraphReport) -> Iterator[str]:
 def _beside_lines(beside: Beside) -> Iterator[str]:
     for what, nbytes in (
         ("shards of other units", beside.shards),
+        ("gradients of other units", beside.gradients),
         ("gradients that no_sync accumulates", beside.accumulated),
         ("kept by forwards before it", beside.kept),
     ):

@@ -95,6 +95,16 @@ def test_the_last_graph_is_planned_beside_the_shards_of_all_and_what_the_first_k
     assert last.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.05)
 
 
+def test_the_backward_of_a_layer_is_planned_beside_the_gradients_of_those_behind_it():
+    with fake_world(2):
+        first, last = explained()
+        model = sharded()
+        layer = beside(buffers_in(model.layers[0]), breaks=False, given=0)
+    assert (first.beside.gradients, last.beside.gradients) == (first.beside.shards, 0)
+    assert "(gradients of other units)" in str(first)
+    assert layer.gradients == layer.shards == all_shards(model) - all_shards(model.layers[0])
+
+
 @on_ranks(2)
 def test_the_largest_plan_of_a_models_graphs_is_what_a_step_takes():
     model = sharded()
