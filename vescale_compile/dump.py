@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -17,7 +18,8 @@ _compilations = itertools.count()
 
 
 class GraphDump:
-    """Writes the graphs of one compilation to ``directory/rank<r>/compile<n>/<i>-<stage>-<pass>.py``.
+    """Writes the graphs of one compilation to ``directory/rank<r>/compile<n>/<i>-<stage>-<pass>.py``, and removes there
+    what an earlier process has written.
 
     Without the variable it writes nothing; depyf, where it is active, gets the graphs in either case, and
     ``on_final`` the ones that have been through all passes.
@@ -38,6 +40,7 @@ class GraphDump:
         show_graph(f"vescale {stage} {name}", gm)
         if self._folder is None:
             return
+        _forget_earlier_runs(self._folder.parent)
         self._folder.mkdir(parents=True, exist_ok=True)
         words = [f"{next(self._ordinals):02d}", stage, *name.split()]
         text = gm.print_readable(print_output=False, include_stride=False, include_device=False)
@@ -46,6 +49,13 @@ class GraphDump:
     def show_final(self, graph: fx.Graph) -> None:
         if self._on_final is not None:
             self._on_final(graph)
+
+
+@functools.cache
+def _forget_earlier_runs(folder: Path) -> None:
+    """Removes, once in a process, the graphs of those that wrote to a rank's folder before."""
+    for graph in folder.glob("compile*/*.py"):
+        graph.unlink()
 
 
 def _summary(gm: fx.GraphModule) -> str:

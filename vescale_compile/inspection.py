@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     module = uncompiled(model)
     backend = functools.partial(vescale, options=options, on_compiled=graphs.append, generate_code=False)
     devices = {param.device for param in module.parameters() if param.device.type == "cuda"}
-    with own_errors(), torch.random.fork_rng(devices=list(devices)), _buffers_kept(module):
+    compiled_in_place = mock.patch.object(module, "_compiled_call_impl", None)  # by module.compile(), for training
+    with own_errors(), torch.random.fork_rng(devices=list(devices)), _buffers_kept(module), compiled_in_place:
         torch.compile(module, backend=backend, **_OF_ITS_OWN)(*args, **kwargs)
     forget_carried()  # there is no backward to take what the forward launched for it
     return Report(tuple(graphs))

@@ -8,7 +8,9 @@ the sharded one, as ``module.parameters()`` always does.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -100,6 +102,13 @@ class ShardedModule(nn.Module):
                 # It keeps what it found at its attributes, which would be the gathered unit until its next forward.
                 self._flat_weights = [self._parameters.get(name) for name in self._flat_weights_names]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For ``copy.deepcopy``, as without it; pickling says what to save instead."""
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced  # the class has its own way
+        return _new, (_ClassOf(type(self)),), *reduced[2:]
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuses to replace a sharded parameter by another tensor; tying it to another sharded one is fine."""
         if name in self._vescale_access and param is not None:
@@ -157,6 +166,27 @@ class ShardedModule(nn.Module):
         return self
 
 
+@dataclass(frozen=True)
+class _ClassOf:
+    """The class of a sharded module, which only this process has."""
+
+    made: type[nn.Module]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ClassOf:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            f"a sharded {self.made.__name__} can't be pickled, or saved whole: it is a part of what runs on all ranks. "
+            "Save its state_dict() on every rank by torch.distributed.checkpoint, or the whole tensors that "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict gives with full_state_dict=True"
+        )
+
+
+def _new(of: _ClassOf) -> nn.Module:
+    return of.made.__new__(of.made)
+
+
 class _Converting:
     """The parameters of the outermost module that is being converted, of which the others are parts."""
 
@@ -202,6 +232,8 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn
     body["__doc__"] = original.__doc__
     for method in (ShardedModule.forward, ShardedModule._vescale_forward):
         body[method.__name__] = _with_code_of_its_own(method, original)
+    with contextlib.suppress(TypeError, ValueError):  # of what is written in C, say
+        body["forward"].__signature__ = inspect.signature(original.forward)  # libraries pass what it names
     if issubclass(original, nn.RNNBase):
         body["flatten_parameters"] = _leave_in_place
     return type(original.__name__, (ShardedModule, original), body)

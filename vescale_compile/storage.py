@@ -22,7 +22,7 @@ def convert_buffer(param: RaggedDTensor, fn: Callable[[Tensor], Tensor], togethe
 
     Raises:
         RuntimeError: the dtype is new, and parameters of the buffer that the model has are not among those that are
-            converted ``together``.
+            converted ``together``; or the device is none of the mesh's, nor one to keep shards on.
     """
     buffer, index = cast(Binding, param._vescale_binding)  # type: ignore[attr-defined]
     local = buffer.local(buffer.shard, index)
@@ -31,11 +31,21 @@ def convert_buffer(param: RaggedDTensor, fn: Callable[[Tensor], Tensor], togethe
         if converted is not local and not local.is_meta:
             local.copy_(converted)
         return
+    _check_device(buffer, index, converted.device)
     if converted.dtype != local.dtype:
         _check_converted_together(buffer, index, together)
     buffer.set_shard(fn(buffer.shard))
     for i, sharded in enumerate(buffer.params):
         _point(cast(RaggedDTensor, sharded), buffer.local(buffer.shard, i), fn)
+
+
+def _check_device(buffer: DBuffer, index: int, device: torch.device) -> None:
+    if device.type not in (buffer.mesh.device_type, "cpu", "meta"):
+        raise RuntimeError(
+            f"[rank {buffer.rank}] parameter {buffer.slots[index].name!r} is sharded over a mesh of "
+            f"{buffer.mesh.device_type} devices, and would be moved to {device}. Move the model before fully_shard, or "
+            f"shard it with mesh=init_device_mesh({device.type!r}, ...)"
+        )
 
 
 def _check_converted_together(buffer: DBuffer, index: int, together: Container[Tensor]) -> None:

@@ -13,6 +13,7 @@ from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import binding_of
 
 _log = logging.getLogger(__name__)
+_NAMED = 4  # of the parameters, in a warning
 
 
 def leave_alone(params: Iterable[nn.Parameter]) -> None:
@@ -22,13 +23,16 @@ def leave_alone(params: Iterable[nn.Parameter]) -> None:
 
 
 def warn_of_unaveraged(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Warns, once for each, of trained parameters that a graph of a sharded model reads and nothing has sharded."""
+    """Warns, once, of trained parameters that a graph of a sharded model reads and nothing has sharded."""
+    found: list[str] = []
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         plain = isinstance(value, nn.Parameter) and not isinstance(value, RaggedDTensor)
         if plain and value.requires_grad and hasattr(value, "_vescale_sharded"):
             _refuse_replaced(value)
         if plain and value.requires_grad and not hasattr(value, "_vescale_ignored"):
-            _warn(placeholder.name, tuple(value.shape))
+            found.append(f"{placeholder.name} {tuple(value.shape)}")
+    if found:
+        _warn(tuple(found))
 
 
 def _refuse_replaced(param: nn.Parameter) -> None:
@@ -43,11 +47,13 @@ def _refuse_replaced(param: nn.Parameter) -> None:
 
 
 @functools.cache
-def _warn(name: str, shape: tuple[int, ...]) -> None:
+def _warn(params: tuple[str, ...]) -> None:
     _log.warning(
-        "backend='vescale': %s, a parameter of shape %s, is trained beside sharded ones and is not sharded itself: its "
-        "gradient is not averaged, and it will differ from rank to rank. If it was added after fully_shard, call "
-        "fully_shard on its module; if it is to stay as it is, pass it in fully_shard(ignored_params=...).",
-        name,
-        shape,
+        "backend='vescale': parameters are trained beside sharded ones and are not sharded themselves: their gradients "
+        "are not averaged, and they will differ from rank to rank. There are %s: %s%s. If they were added after "
+        "fully_shard, as adapters are, add them before it, or call fully_shard on their module; if they are to stay as "
+        "they are, pass them in fully_shard(ignored_params=...).",
+        len(params),
+        ", ".join(params[:_NAMED]),
+        ", ..." if len(params) > _NAMED else "",
     )

@@ -176,6 +176,16 @@ def test_explaining_changes_nothing():
     assert all(torch.equal(before[name], param.full_tensor()) for name, param in model.named_parameters())
 
 
+def test_a_model_that_was_compiled_in_place_is_explained_and_stays_compiled():
+    with fake_world(2):
+        torch._dynamo.reset()
+        model = vc.fully_shard(torch.nn.Linear(4, 2))
+        model.compile(backend="vescale", options={"lowering": "eager"})
+        compiled = model._compiled_call_impl
+        assert vc.explain(model, torch.ones(3, 4)).graphs
+        assert model._compiled_call_impl is compiled is not None
+
+
 def test_a_model_may_be_explained_as_often_as_one_likes():
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         pytest.skip("this PyTorch counts what vc.explain compiles against Dynamo's recompile limit")

@@ -1,6 +1,9 @@
 """``fully_shard``: parameters, state dicts, meta initialization, conversions, errors. Its units: test_units.py."""
 
 import copy
+import inspect
+import io
+from unittest import mock
 
 import models
 import pytest
@@ -84,6 +87,31 @@ def test_the_class_keeps_its_name_and_isinstance():
     assert type(model.head).__name__ == "Linear" and isinstance(model.head, nn.Linear)
     with pytest.raises(AttributeError, match="no attribute 'wait'"):
         _ = model.head.wait
+
+
+def test_forward_has_the_signature_that_libraries_look_at():
+    plain = models.build(models.Uneven)
+    expected = [inspect.signature(each.forward) for each in (plain, plain.head)]
+    with fake_world(2):
+        model = vc.fully_shard(plain)
+    assert [inspect.signature(each.forward) for each in (model, model.head)] == expected
+
+
+def test_a_model_that_is_pickled_says_what_to_save_instead():
+    with fake_world(2):
+        model = vc.fully_shard(models.build(models.Uneven))
+        with pytest.raises(RuntimeError, match=r"sharded Uneven can't be pickled.*torch\.distributed\.checkpoint"):
+            torch.save(model, io.BytesIO())
+
+
+def test_a_model_on_cpus_is_not_moved_away_from_its_mesh():
+    def to_gpu(tensor: torch.Tensor) -> torch.Tensor:
+        return mock.Mock(dtype=tensor.dtype, device=torch.device("cuda:0"))
+
+    with fake_world(2, rank=1):
+        model = vc.fully_shard(nn.Linear(4, 4))
+        with pytest.raises(RuntimeError, match=r"\[rank 1\] .* a mesh of cpu devices, and would be moved to cuda:0"):
+            model._apply(to_gpu)
 
 
 @on_ranks(2)

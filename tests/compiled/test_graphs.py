@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fake_world, on_ranks
+from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
+from vescale_compile.dump import GraphDump
 from vescale_compile.passes.context import Part
 
 GATHER, REDUCE = "start_all_gather", "start_reduce_scatter"
@@ -93,6 +95,18 @@ def test_dumps_are_numbered_in_the_order_of_the_passes(tmp_path):
         "17-backward-after-assign",
         "18-backward-after-verify",
     ]
+
+
+def test_the_graphs_of_an_earlier_run_are_removed(tmp_path, monkeypatch):
+    earlier = [tmp_path / f"rank{rank}" / "compile7" / "00-dynamo.py" for rank in range(2)]
+    for path in earlier:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setenv("VESCALE_DUMP", str(tmp_path))
+    GraphDump(0).write("before passes", fx.GraphModule({}, fx.Graph()), stage="dynamo")
+    GraphDump(0).write("before passes", fx.GraphModule({}, fx.Graph()), stage="dynamo")
+    assert [path.exists() for path in earlier] == [False, True]
+    assert len([*tmp_path.glob("rank0/*/*.py")]) == 2
 
 
 @on_ranks(2)

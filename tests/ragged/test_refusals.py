@@ -146,3 +146,11 @@ def test_data_is_read_and_not_assigned():
         with pytest.raises(RaggedShardError, match=r"param\.copy_"):
             param.data = value
     assert param.full_tensor().sum() == 24
+
+
+@on_ranks(2)
+def test_data_is_updated_in_place():
+    param = nn.Parameter(shard(torch.ones(4, 3), LAYOUT))
+    param.data *= 2
+    param.data -= param.detach() / 2
+    assert torch.equal(param.full_tensor(), torch.ones(4, 3))

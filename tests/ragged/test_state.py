@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,6 +167,17 @@ def test_pickle_and_torch_save_round_trips() -> None:
         assert_same(loaded.detach(), tensor.detach())
         assert loaded.device_mesh == tensor.device_mesh
         assert torch.equal(loaded.detach().full_tensor(), tensor.detach().full_tensor())
+
+
+@on_ranks(2)
+def test_what_another_rank_has_saved_is_refused(tmp_path: Path) -> None:
+    tensor, rank = shard(FULL, RaggedShard((0,), (2, 2))), dist.get_rank()
+    torch.save(tensor, tmp_path / f"{rank}.pt")
+    dist.barrier()
+    own, others = (torch.load(tmp_path / f"{each}.pt", weights_only=False) for each in (rank, 1 - rank))
+    assert_same(tensor.copy_(own), shard(FULL, RaggedShard((0,), (2, 2))))
+    with pytest.raises(RaggedShardError, match=rf"\[rank {rank}\] .*another rank.*torch\.save"):
+        tensor.copy_(others)
 
 
 @on_ranks(2)

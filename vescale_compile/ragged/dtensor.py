@@ -42,12 +42,14 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """This tensor, detached from autograd, as of ``torch.Tensor``. It can't be assigned to: PyTorch would take a
-        tensor of the same shape and keep this rank's elements as they were."""
+        """This tensor, detached from autograd, as of ``torch.Tensor``. Another can't be assigned to it: PyTorch would
+        take a tensor of the same shape and keep this rank's elements as they were."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, RaggedDTensor) and value._local_tensor.is_set_to(self._local_tensor):
+            return  # what Python does behind param.data -= ..., which has written in place
         raise RaggedShardError(
             f"{self!r}.data = ... would change none of its elements. Write the values into it: with torch.no_grad(): "
             "param.copy_(tensor), with the whole tensor or one that is sharded alike"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -42,13 +43,23 @@ def with_defaults(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
 
 
 def same_layout(first: DTensor, second: object) -> bool:
-    """Whether both are distributed alike: corresponding elements on the same rank, in the same order."""
+    """Whether both are distributed alike: corresponding elements on the same rank, in the same order.
+
+    Raises:
+        RaggedShardError: the second was loaded from what another rank has saved.
+    """
     if not isinstance(second, DTensor):
         return False
     a, b = first._spec, second._spec
     if a is b:
         return True
     same_mesh = a.mesh is b.mesh or a.mesh == b.mesh
+    if same_mesh and a.mesh is not b.mesh and (saved := b.mesh.get_coordinate()) != a.mesh.get_coordinate():
+        raise RaggedShardError(
+            f"[rank {dist.get_rank()}] a tensor of shape {tuple(second.shape)} holds the elements of another rank, "
+            f"that at {saved} of the mesh, which has saved it: torch.save writes a rank's own elements. Save on every "
+            "rank to a file of its own, or by torch.distributed.checkpoint"
+        )
     return same_mesh and a.placements == b.placements and first.shape == second.shape
 
 
