@@ -15,6 +15,7 @@ from its shard, which is a copy that no collective is without. How all this is d
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,7 +34,7 @@ from ..torch_internals import (
 )
 from .messages import EXCHANGE, GATHER, REDUCTION, Message, peers_of, start_exchange
 
-_COALESCING = ("nccl", "gloo", "fake")  # backends
+_COALESCING = ("nccl", "fake")  # backends
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
@@ -190,6 +191,11 @@ def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: di
         _divide(shard, group)
 
     return [_Deferred(functools.partial(finish, shard)) for shard in outputs]
+
+
+def checked_for_nan() -> bool:
+    """Whether NCCL is to look for NaN in whatever it sends, padding too: PyTorch's ``TORCH_NCCL_NAN_CHECK``."""
+    return os.environ.get("TORCH_NCCL_NAN_CHECK", "").lower() in ("1", "y", "yes", "t", "true")
 
 
 def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arrivals import settle
+from .collectives import checked_for_nan
 from .ops import end_failed_graph
 from .registered import allocate_registered
 
@@ -177,13 +178,15 @@ def _places(specs: Sequence[SlotSpec]) -> list[tuple[Any, ...]]:
     """Which of the slots of its device, and set apart for the same, each is: the largest is the first.
 
     Codes of quantized values have slots of their own. What they leave in padding would be NaN as a gradient, which two
-    finite numbers of 16 bits, read as one of 32, never are.
+    finite numbers of 16 bits, read as one of 32, never are; halves of one of 32 may be, so where NaN is looked for each
+    dtype has slots of its own.
     """
+    apart = checked_for_nan()
     taken: Counter[tuple[Any, ...]] = Counter()
     places: dict[int, tuple[Any, ...]] = {}
     for index in sorted(range(len(specs)), key=lambda index: -specs[index].nbytes):
         spec = specs[index]
-        kind = (spec.dtype if spec.carried else spec.dtype.is_floating_point, spec.device, spec.carried)
+        kind = (spec.dtype if spec.carried or apart else spec.dtype.is_floating_point, spec.device, spec.carried)
         places[index] = (*kind, taken[kind])
         taken[kind] += 1
     return [places[index] for index in range(len(specs))]

@@ -113,7 +113,7 @@ def average_into(packing: Packing, rank: int, own: Tensor, received: Tensor, sha
         _run_on_strips(_average_strips, kernels, lines_of, packing, rank, (divisor,), flats, stored)
     else:
         stored = [_stored_scales(each, quantizer) for each in (own, received)]
-        rest, flats = (divisor, ranks, torch.tensor(rank)), (shard, own, received)
+        rest, flats = (divisor, ranks, torch.tensor(rank, device="cpu")), (shard, own, received)
         _run_on_strips(_average_strips_of_many, kernels, lines_of, packing, rank, rest, flats, stored)
     for r in _without_strips(packing, rank, shard.device, kernels):
         parts = _parts(packing, rank, own, received)

@@ -35,7 +35,8 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[
         return used
     everything = set(range(len(buffer.params)))
     device = buffer.shard.device
-    mask = torch.tensor([index in used for index in everything], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    own = [index in used for index in everything]
+    mask = torch.tensor(own, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     mask = mask.to(device, non_blocking=True)  # from pageable memory the host would wait for all that the GPU has to do
     comm = buffer.comm(buffer.number)
     for group in filter(None, (comm.group, comm.replicas)):

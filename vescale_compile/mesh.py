@@ -78,7 +78,7 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
             "with rank and world_size)."
         )
     if mesh is None:
-        mesh = _of_all_ranks(_device_type(module))
+        mesh = mesh_of_all_ranks(_device_type(module))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh is {type(mesh).__name__}; give a DeviceMesh")
     where = f"[rank {dist.get_rank()}] fully_shard: the mesh {mesh} "
@@ -109,11 +109,18 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDi
 _known: dict[int, DataParallelMesh] = {}  # by the mesh, which it keeps
 
 
-def _of_all_ranks(device_type: str) -> DeviceMesh:
+def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
+    """The one mesh of all ranks on such devices, over the default process group."""
     assert dist.group.WORLD is not None
     meshes = _meshes.setdefault(dist.group.WORLD, {})
     if device_type not in meshes:
-        meshes[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
+        # Where there is a GPU, init_device_mesh gives CPUs another group, without the timeout of the default one.
+        on_cpu = device_type == "cpu"
+        meshes[device_type] = (
+            DeviceMesh.from_group(dist.group.WORLD, device_type)
+            if on_cpu
+            else init_device_mesh(device_type, (dist.get_world_size(),))
+        )
     return meshes[device_type]
 
 

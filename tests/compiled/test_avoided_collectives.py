@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import fake_world
 
 from vescale_compile import backend
-from vescale_compile.runtime import collectives, pool
+from vescale_compile.runtime import collectives, ops, pool
 from vescale_compile.simulation import simulate
 
 CPU = torch.device("cpu")
@@ -39,6 +39,21 @@ def test_groups_that_are_wrapped_for_debugging_share_no_collectives_before_torch
     ):
         assert dist.group.WORLD is not None
         assert collectives.coalesces(CPU, dist.group.WORLD) is shared
+
+
+def test_gpus_whose_process_group_is_gloos_share_no_collectives():
+    """Gloo's, of several tensors on a GPU, are not waited for, or not of a GPU at all."""
+    with fake_world(2), mock.patch.object(collectives, "_backend", return_value="gloo"):
+        assert dist.group.WORLD is not None
+        assert not collectives.coalesces(torch.device("cuda"), dist.group.WORLD)
+
+
+@pytest.mark.parametrize(("checks", "sent"), [("1", 0.0), ("0", 7.0)])
+def test_where_nccl_looks_for_nan_what_lies_between_gradients_is_zeroed(monkeypatch, checks, sent):
+    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", checks)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda like, size, dtype: torch.full((size,), 7.0, dtype=dtype))
+    packed = ops.pack([torch.ones(2)], [2], [0], [], 5, torch.float32, 0)
+    assert packed.tolist() == [sent, sent, 1, 1, sent]
 
 
 def test_what_is_sent_of_a_slot_that_nothing_was_written_to_is_finite():

@@ -47,6 +47,12 @@ def test_what_finite_parameters_leave_in_padding_is_finite_as_a_gradient(dtype):
         assert torch.stack([low.expand_as(finite), finite], dim=1).view(torch.float32).isfinite().all()
 
 
+def test_where_nccl_looks_for_nan_no_dtype_follows_another_in_a_slot(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "1")
+    (parameters,), (gradients,) = addresses([SlotSpec(8, torch.float32, CPU)], [SlotSpec(8, torch.bfloat16, CPU)])
+    assert parameters != gradients
+
+
 def test_a_graph_that_is_called_by_an_operator_of_another_is_refused():
     inner = StepSlots().add(lambda slots: slots, [SlotSpec(8, torch.float32, CPU)])
     outer = StepSlots().add(lambda slots: inner([]), [SlotSpec(8, torch.float32, CPU)])

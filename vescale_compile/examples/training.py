@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import vescale_compile as vc
@@ -26,6 +25,7 @@ from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.examples.optimizers import RECIPES
 from vescale_compile.examples.progress import Progress
 from vescale_compile.examples.text import Batch, batches, read_text
+from vescale_compile.mesh import mesh_of_all_ranks
 
 WARMUP_FRACTION = 0.05
 FINAL_LEARNING_RATE = 0.05  # of the peak
@@ -155,7 +155,7 @@ def prepare(settings: TrainSettings, device: torch.device) -> Training:
     if sharded:
         vc.fully_shard(
             model,
-            mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+            mesh=mesh_of_all_ranks(device.type),
             reshard_after_forward=settings.reshard,
             mp_policy=vc.MixedPrecisionPolicy(param_dtype=settings.param_dtype, reduce_dtype=torch.float32),
             granularity=RECIPES[settings.optim].granularity(),

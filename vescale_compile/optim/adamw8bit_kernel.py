@@ -65,10 +65,11 @@ class Coefficients(NamedTuple):
 
     def for_operators(self, device: torch.device) -> Coefficients:
         """With the divisors on ``device``: on a GPU, PyTorch's operators multiply by the reciprocal of a number that is
-        on the CPU instead of dividing by it."""
+        on the CPU instead of dividing by it. And with the weights, which ``torch.where`` would copy there."""
         # Filled there, because a copy from the CPU would wait for it.
-        first, second = (torch.full((), float(each), device=device) for each in (self.correction1, self.correction2))
-        return self._replace(correction1=first, correction2=second)
+        names = ("weight1", "weight2", "correction1", "correction2")
+        there = {name: torch.full((), float(getattr(self, name)), device=device) for name in names}
+        return self._replace(**there)
 
 
 class Codebooks(NamedTuple):

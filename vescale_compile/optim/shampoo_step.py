@@ -103,7 +103,7 @@ def step_blocks(
         renewed: from :func:`renewed_factors`.
     """
     beta1, beta2 = options["betas"]
-    corrections = [torch.tensor(1 - beta**step, dtype=shard.param.dtype) for beta in (beta1, beta2)]
+    corrections = [torch.tensor(1 - beta**step, dtype=shard.param.dtype, device="cpu") for beta in (beta1, beta2)]
     for i, block in enumerate(shard.blocks):
         grad, average, square = (_of(tensor, block) for tensor in (shard.grad, shard.exp_avg, shard.exp_avg_sq))
         average.lerp_(grad, 1 - beta1)
