@@ -70,10 +70,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
         monkeypatch.setattr(collectives, name, lambda *_, name=name, **__: streams.run(name))
     for name in ("all_reduce", "all_to_all_single"):
         monkeypatch.setattr(dist, name, lambda *_, name=name, **__: streams.run(name))
+    monkeypatch.setattr(torch.Tensor, "record_stream", _refused)
     collectives._stream.cache_clear()
     with fake_world(2), FakeTensorMode():
         yield streams
     collectives._stream.cache_clear()
+
+
+def _refused(*_: object) -> None:
+    raise AssertionError("PyTorch's allocator would keep the memory until the stream's work is seen to be over")
 
 
 def memory(numel: int) -> torch.Tensor:

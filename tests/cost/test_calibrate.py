@@ -4,11 +4,23 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import fake_world, run_on_ranks
 
+import vescale_compile as vc
 from vescale_compile.cost import Calibration, collective_cost, wire_cluster
 from vescale_compile.cost import calibrate as module
+from vescale_compile.cost import operators
 from vescale_compile.cost.calibrate import calibrate, calibrate_collectives, contention, fit, together
+
+
+def test_compiling_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for measured in (module, operators):
+        monkeypatch.setattr(measured, "time", None)
+    with fake_world(2):
+        model = vc.fully_shard(torch.nn.Linear(4, 2))
+        assert vc.explain(model, torch.ones(3, 4)).graphs
+        with pytest.raises(AttributeError):
+            calibrate()
 
 
 def test_a_fit_finds_latency_and_bandwidth() -> None:
