@@ -22,9 +22,7 @@ MOVES: dict[OpOverload, Kind] = {
     _aten.cat.default: Kind.CONCATENATION,
 } | dict.fromkeys(CASTS, Kind.CAST)
 
-_MOVED = frozenset(
-    {"cat", "constant_pad_nd", "clone", "slice_scatter", "select_scatter", "index", "index_select", "gather", "flip"}
-)
+_OF_GRADIENTS = frozenset({"slice_scatter", "select_scatter", "index", "index_select", "gather", "flip"})
 
 
 def uncast(node: fx.Node) -> fx.Node:
@@ -36,7 +34,9 @@ def uncast(node: fx.Node) -> fx.Node:
 
 def moves(node: fx.Node) -> bool:
     """Whether a node's result is values of its operands as they are, laid out otherwise."""
-    return isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _MOVED
+    if not isinstance(node.target, OpOverload) or node.target in CASTS:
+        return False
+    return node.target in MOVES or node.target.overloadpacket.__name__ in _OF_GRADIENTS
 
 
 def moved_parameters(
