@@ -113,14 +113,11 @@ def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
     """The one mesh of all ranks on such devices, over the default process group."""
     assert dist.group.WORLD is not None
     meshes = _meshes.setdefault(dist.group.WORLD, {})
-    if device_type not in meshes:
-        # Where there is a GPU, init_device_mesh gives CPUs another group, without the timeout of the default one.
-        on_cpu = device_type == "cpu"
-        meshes[device_type] = (
-            DeviceMesh.from_group(dist.group.WORLD, device_type)
-            if on_cpu
-            else init_device_mesh(device_type, (dist.get_world_size(),))
-        )
+    if device_type not in meshes and device_type == "cpu":
+        # Where there is a GPU, init_device_mesh would make another group for CPUs, without this one's timeout.
+        meshes[device_type] = DeviceMesh.from_group(dist.group.WORLD, device_type)
+    elif device_type not in meshes:
+        meshes[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
     return meshes[device_type]
 
 

@@ -7,9 +7,8 @@ import torch
 from ranks import fake_world, run_on_ranks
 
 import vescale_compile as vc
-from vescale_compile.cost import Calibration, collective_cost, wire_cluster
+from vescale_compile.cost import Calibration, collective_cost, operators, wire_cluster
 from vescale_compile.cost import calibrate as module
-from vescale_compile.cost import operators
 from vescale_compile.cost.calibrate import calibrate, calibrate_collectives, contention, fit, together
 
 
