@@ -97,6 +97,23 @@ def test_forward_has_the_signature_that_libraries_look_at():
     assert [inspect.signature(each.forward) for each in (model, model.head)] == expected
 
 
+@on_ranks(2)
+def test_a_hugging_face_model_generates_the_text_of_the_unsharded_one():
+    """Of prompts padded on the left, whose positions ``generate`` gives only to a forward that names them."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=32, eos_token_id=None)
+    prompts, given = torch.tensor([[0, 0, 0, 5], [1, 2, 3, 4]]), torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]])
+
+    def text_of(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            model.transformer.wpe.weight.mul_(100)
+        return model.eval().generate(prompts, attention_mask=given, max_new_tokens=12, do_sample=False, pad_token_id=0)
+
+    unsharded, sharded = (models.build(lambda: GPT2LMHeadModel(config)) for _ in range(2))
+    assert torch.equal(text_of(vc.fully_shard(sharded)), text_of(unsharded))
+
+
 def test_a_model_that_is_pickled_says_what_to_save_instead():
     with fake_world(2):
         model = vc.fully_shard(models.build(models.Uneven))
