@@ -5,7 +5,8 @@ one, as many units are kept as fit and pay (selective resharding): the graph is 
 shows what the step needs and what each unit would take for how long; then, if any are to be kept, it is cut again.
 Units are taken in the order of the time that they save for the memory they hold. What the last of them takes could
 also be used to launch further ahead, so the schedules of a few numbers of units are compared, and of those that are
-equally fast the one with the fewest gathers is taken.
+equally fast the one with the fewest gathers is taken that leaves room to gather a unit ahead; if none does, the one that
+leaves most.
 
 Of the units that the backward does gather again, the first is needed as soon as it begins. If there is room for it,
 its gather is launched while the forward ends, and carried over.
@@ -23,6 +24,7 @@ from ..schedule import find_schedule, least_peak
 from .agreed import agreed_units
 from .aliases import bases_of
 from .context import CompileContext
+from .overlap import room_ahead
 from .reshard import GATHERS
 from .step import Halves, Step, copied, survey
 
@@ -97,7 +99,15 @@ def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
     most = next((count for count in range(len(order), 0, -1) if step.planned(frozenset(order[:count])) <= budget), 0)
     counts = sorted({max(most - less, 0) for less in (0, *(1 << power for power in range(len(order).bit_length())))})
     seconds = {count: _seconds(step, frozenset(order[:count]), budget) for count in counts} if most else {0: 0.0}
-    return order[: max(count for count in seconds if seconds[count] <= min(seconds.values()) * _EQUAL)]
+    fast = [count for count in seconds if seconds[count] <= min(seconds.values()) * _EQUAL]
+    roomy = [count for count in fast if _room_ahead(step, frozenset(order[:count])) <= budget]
+    return order[: max(roomy) if roomy else min(fast)]
+
+
+def _room_ahead(step: Step, kept: frozenset[int]) -> int:
+    """What a step takes whose graphs can gather and reduce one unit ahead, in bytes. With less a schedule may be as fast
+    in theory; but its buffers lie in slots, and one unit's is of no use to a larger one."""
+    return step.planned(kept) + max((room_ahead(tasks) for tasks in step.tasks(kept).values()), default=0)
 
 
 def _seconds(step: Step, kept: frozenset[int], budget: int) -> float:

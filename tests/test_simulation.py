@@ -77,6 +77,23 @@ def test_no_step_takes_less_than_the_bound_and_one_whose_units_are_alike_hardly_
         assert found.least_seconds <= found.step_seconds <= 1.05 * found.least_seconds
 
 
+def test_a_budget_that_the_usual_schedule_fits_in_makes_no_step_slower():
+    """What is kept for the backward leaves room to gather ahead, or is not kept."""
+    config = LlamaConfig(layers=6, dim=512, heads=8, kv_heads=4)
+    tokens = torch.empty(1, 1024, dtype=torch.int64, device="meta")
+
+    def within(budget: int | None) -> Simulation:
+        with torch.device("meta"):
+            model = Llama(config)
+        return vc.simulate(model, tokens, tokens, cluster=H100, world_size=8, memory_budget=budget)
+
+    usual = within(None)
+    taken = usual.peak_bytes - usual.state_bytes
+    some = [within(round(taken * share)) for share in (1.005, 1.05, 1.2)]
+    assert all(each.step_seconds <= 1.005 * usual.step_seconds for each in some)
+    assert some[-1].communication_seconds < 0.9 * usual.communication_seconds
+
+
 def test_a_slow_wire_exposes_communication_and_computes_as_long(usual):
     fast, slow = usual, simulated(cluster=SLOW)
     assert slow.compute_seconds == fast.compute_seconds
