@@ -4,9 +4,9 @@
 one, as many units are kept as fit and pay (selective resharding): the graph is cut with everything resharded, which
 shows what the step needs and what each unit would take for how long; then, if any are to be kept, it is cut again.
 Units are taken in the order of the time that they save for the memory they hold. What the last of them takes could
-also be used to launch further ahead, so the schedules of a few numbers of units are compared, and of those that are
-equally fast the one with the fewest gathers is taken that leaves room to gather a unit ahead; if none does, the one that
-leaves most.
+also be used to launch further ahead, so the schedules of a few numbers of units are compared. Of those that are equally
+fast the one with the fewest gathers is taken that leaves room to gather a unit ahead; if none does, the one that leaves
+most.
 
 Of the units that the backward does gather again, the first is needed as soon as it begins. If there is room for it,
 its gather is launched while the forward ends, and carried over.
@@ -105,8 +105,8 @@ def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
 
 
 def _room_ahead(step: Step, kept: frozenset[int]) -> int:
-    """What a step takes whose graphs can gather and reduce one unit ahead, in bytes. With less a schedule may be as fast
-    in theory; but its buffers lie in slots, and one unit's is of no use to a larger one."""
+    """What a step takes whose graphs can gather and reduce one unit ahead, in bytes. With less a schedule may be as
+    fast in theory; but its buffers lie in slots, and one unit's is of no use to a larger one."""
     return step.planned(kept) + max((room_ahead(tasks) for tasks in step.tasks(kept).values()), default=0)
 
 
