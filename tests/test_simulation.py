@@ -210,12 +210,16 @@ def refused_on_a_rank() -> str:
     return ""
 
 
-def test_in_a_fake_group_of_the_programs_own_too_each_prediction_stands_for_itself(usual):
+def test_in_a_fake_group_of_the_programs_own_too_each_prediction_stands_for_itself():
+    longer = torch.empty(2, 256, dtype=torch.int64, device="meta")  # which leaves no room to keep anything
+    with torch.device("meta"):
+        model = Llama(CONFIG)
+    needed = vc.simulate(model, longer, longer, cluster=SLOW, world_size=8)
+    budget = needed.peak_bytes - needed.state_bytes
+    expected = simulated(cluster=SLOW, memory_budget=budget)
     with fake_world(8):
-        longer = torch.empty(2, 64, dtype=torch.int64, device="meta")
-        with torch.device("meta"):
-            vc.simulate(Llama(CONFIG), longer, longer, cluster=SLOW, world_size=8)
-        assert simulated() == usual
+        vc.simulate(model, longer, longer, cluster=SLOW, world_size=8, memory_budget=budget)
+        assert simulated(cluster=SLOW, memory_budget=budget) == expected
 
 
 def test_a_real_process_group_is_refused_and_the_rank_named():
