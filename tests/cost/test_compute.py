@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import flop_counter
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from vescale_compile.cost import Device
 from vescale_compile.cost import flops as arithmetic
@@ -211,3 +211,18 @@ def test_flex_attention_takes_what_attention_without_a_mask_does() -> None:
     plain = total(capture(attend, shape, shape, shape), ARITHMETIC)
     assert compute_seconds([node], ARITHMETIC)[node] == close(plain)
     assert compute_seconds([node], TRAFFIC)[node] == close(4 * (2 + 1) * 2 * 4 * 16 * 8)
+
+
+@pytest.mark.parametrize("operator", ["flex_attention", "flex_attention_backward"])
+def test_flex_attention_is_counted_as_pytorch_counts_it_where_it_does(operator: str) -> None:
+    target = getattr(torch.ops.higher_order, operator)
+    if target not in flop_registry:
+        pytest.skip("this PyTorch has no formula for it")
+    graph = fx.Graph()
+    tensors = [graph.placeholder(name) for name in ("query", "key", "value", "out", "logsumexp", "grad_out")]
+    sizes = [(2, 4, 16, 8), (2, 4, 12, 8), (2, 4, 12, 6), (2, 4, 16, 6), (2, 4, 16), (2, 4, 16, 6)]
+    for each, size in zip(tensors, sizes, strict=True):
+        each.meta["val"] = torch.empty(size, device="meta")
+    node = graph.call_function(target, tuple(tensors[:3] if operator == "flex_attention" else tensors))
+    node.meta["val"] = torch.empty(sizes[3], device="meta")
+    assert flops(node, {}) == flops(node, flop_registry) > 0

@@ -108,6 +108,18 @@ def _grouped_backward(rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -
     return 2 * (2 * rows.numel() * weight.shape[-1])
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """The scores, and their product with the values."""
+    scores = query.numel() // query.shape[-1] * key.shape[-2]
+    return 2 * scores * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """The scores again, their gradient, and those of queries, keys and values."""
+    scores = query.numel() // query.shape[-1] * key.shape[-2]
+    return 2 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
 _OTHERS: dict[str, Callable[..., int]] = {
     "vescale::matmul_into": _product_into,
     "aten::_scaled_mm_v2": _product,
@@ -116,6 +128,8 @@ _OTHERS: dict[str, Callable[..., int]] = {
     "aten::_scaled_grouped_mm_v2": _grouped_product,
     "transformers::grouped_mm_fallback": _product,  # experts of Hugging Face's models in float32
     "transformers::grouped_mm_fallback_backward": _grouped_backward,
+    "flex_attention": _attention,  # PyTorch 2.11 has no formula for it
+    "flex_attention_backward": _attention_backward,
 }
 
 
