@@ -56,9 +56,10 @@ def _live(
     lasts = _last_uses(graph, bases, order)
     if part is not Part.BACKWARD:
         lasts.update((node, len(order)) for node in lasts if node.op == "placeholder")
-    outlasting = _outlasting(graph, context, order, bases, lasts)
+    held = {node for node in lasts if _is_memory(node, context)}
+    held |= _outlasting(graph, held, bases, lasts)
     for node, last in lasts.items():
-        if node not in without and (node in outlasting or _is_memory(node, context)):
+        if node in held and node not in without:
             births.setdefault(order[node], []).append(node)
             deaths.setdefault(last, []).append(node)
     live: Counter[str] = Counter()
@@ -79,20 +80,16 @@ def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.No
 
 
 def _outlasting(
-    graph: fx.Graph,
-    context: CompileContext,
-    order: dict[fx.Node, int],
-    bases: dict[fx.Node, fx.Node],
-    lasts: dict[fx.Node, int],
+    graph: fx.Graph, held: set[fx.Node], bases: dict[fx.Node, fx.Node], lasts: dict[fx.Node, int]
 ) -> set[fx.Node]:
     """Values that only generated code reads, but that what an operator of a library makes of them meets again, and that
-    are not computed from what is in memory for as long."""
-    values = [node for node in order if bases[node] is node]
-    in_memory = {each for each in values if each.op == "placeholder" or buffer_of(each) or _is_memory(each, context)}
-    meeting = _meeting_again([each for each in values if each not in in_memory and nbytes_of(each)], graph, bases)
+    are not computed from what is ``held`` in memory, or lies in slots and shards, for as long. All are in the order of
+    ``lasts``, which is the graph's."""
+    in_memory = {each for each in lasts if each in held or each.op == "placeholder" or buffer_of(each) is not None}
+    meeting = _meeting_again([each for each in lasts if each not in in_memory and nbytes_of(each)], graph, bases)
     sources: dict[fx.Node, set[fx.Node]] = {}  # of a value in memory itself, of others what they are computed from
     found: set[fx.Node] = set()
-    for node in values:
+    for node in lasts:
         read = {bases[arg] for arg in node.all_input_nodes} if node not in in_memory else ()
         sources[node] = set().union(*(sources[base] for base in read)) if read else {node}
         if node in meeting and any(lasts[source] < lasts[node] for source in sources[node]):

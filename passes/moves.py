@@ -22,6 +22,7 @@ MOVES: dict[OpOverload, Kind] = {
     _aten.cat.default: Kind.CONCATENATION,
 } | dict.fromkeys(CASTS, Kind.CAST)
 
+# Others of which gradients come out: by name, in whatever overload.
 _OF_GRADIENTS = frozenset({"slice_scatter", "select_scatter", "index", "index_select", "gather", "flip"})
 
 

@@ -56,12 +56,12 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     fullest = max([_taken(gm.graph, context)[1], *(other.peak for other in others)])
     tasks = task_graph(gm.graph, context, collectives, segments, context.standing_bytes + fullest)
     found = _schedule(tasks, gm.graph, context, collectives, segments, others)
-    schedule = agreed_schedule(found.schedule, tasks, context)
+    schedule, timeline = agreed_schedule(found.schedule, tasks, context), found.timeline
     if schedule != found.schedule:
         _move(gm.graph, schedule, collectives, segments)
         _place_carried(gm.graph)
-        found = Scheduled(schedule, simulate(tasks, schedule), found.bound)
-    context.predictions[context.part] = predict(tasks, found.timeline, _bound(tasks, collectives))
+        timeline = simulate(tasks, schedule)
+    context.predictions[context.part] = predict(tasks, timeline, _bound(tasks, collectives))
     context.needs[context.part] = Need(*_taken(gm.graph, context), least_peak(tasks) + room_ahead(tasks))
 
 

@@ -100,11 +100,11 @@ def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
     counts = sorted({max(most - less, 0) for less in (0, *(1 << power for power in range(len(order).bit_length())))})
     seconds = {count: _seconds(step, frozenset(order[:count]), budget) for count in counts} if most else {0: 0.0}
     fast = [count for count in seconds if seconds[count] <= min(seconds.values()) * _EQUAL]
-    roomy = [count for count in fast if _room_ahead(step, frozenset(order[:count])) <= budget]
+    roomy = [count for count in fast if _planned_ahead(step, frozenset(order[:count])) <= budget]
     return order[: max(roomy) if roomy else min(fast)]
 
 
-def _room_ahead(step: Step, kept: frozenset[int]) -> int:
+def _planned_ahead(step: Step, kept: frozenset[int]) -> int:
     """What a step takes whose graphs can gather and reduce one unit ahead, in bytes. With less a schedule may be as
     fast in theory; but its buffers lie in slots, and one unit's is of no use to a larger one."""
     return step.planned(kept) + max((room_ahead(tasks) for tasks in step.tasks(kept).values()), default=0)

@@ -51,22 +51,28 @@ def check_written(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compi
     for node in graph.nodes:
         comm = comm_of(node)
         for place in written_by(node) if comm is None else ():
-            if _is_gradients(bases[place]):
-                _check_not_twice(node, place, bases[place], written[bases[place]], context)
-                start, stop = _extent(place, bases[place])
-                if not _accumulates(node) or _first_unwritten(start, stop, written[bases[place]]) == stop:
-                    written[bases[place]].append((start, stop))
+            buffer = bases[place]
+            if _is_gradients(buffer):
+                start, stop = _extent(place, buffer)
+                if not _accumulates(node):
+                    _check_unwritten(start, stop, written[buffer], node, buffer, context)
+                if not _accumulates(node) or _first_unwritten(start, stop, written[buffer]) == stop:
+                    written[buffer].append((start, stop))
         if node.op == "output" or (comm is not None and comm.kind == REDUCE_SCATTER and comm.role is Role.LAUNCH):
             for buffer in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
                 if _is_gradients(buffer):
                     _check_covered(buffer, written[buffer], context)
 
 
-def _check_not_twice(
-    node: fx.Node, place: fx.Node, buffer: fx.Node, written: Sequence[tuple[int, int]], context: CompileContext
+def _check_unwritten(
+    start: int,
+    stop: int,
+    written: Sequence[tuple[int, int]],
+    node: fx.Node,
+    buffer: fx.Node,
+    context: CompileContext,
 ) -> None:
-    start, stop = _extent(place, buffer)
-    if not _accumulates(node) and any(begin < stop and start < end for begin, end in written):
+    if any(begin < stop and start < end for begin, end in written):
         name = context.units[marked_buffer(buffer).unit].name
         fail(context, node, f"a gradient of unit {name} is written where one was written before")
 

@@ -76,7 +76,7 @@ def test_a_parameter_that_was_added_after_sharding_is_named_once(warnings_of):
         model.head = nn.Sequential(model.head, nn.Linear(11, 11, bias=False))
         warnings_of(model)
         logged = warnings_of(model)
-    assert logged.count("not averaged") == 1
+    assert logged.count("are not averaged") == 1
     assert "head" in logged and "(11, 11)" in logged
 
 
@@ -85,7 +85,7 @@ def test_many_parameters_that_were_added_after_sharding_are_one_warning(warnings
         model = vc.fully_shard(models.build(models.Uneven))
         model.head = nn.Sequential(model.head, *(nn.Linear(11, 11, bias=False) for _ in range(6)))
         logged = warnings_of(model)
-    assert logged.count("not averaged") == 1
+    assert logged.count("are not averaged") == 1
     assert "There are 6: " in logged and logged.count("(11, 11)") < 6 and ", ..." in logged
 
 
@@ -94,14 +94,14 @@ def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of):
         model = models.build(models.Uneven)
         vc.fully_shard(model, ignored_params=set(model.head.parameters()))
         model.embed = nn.Sequential(model.embed, nn.Linear(13, 13).requires_grad_(False))
-        assert "not averaged" not in warnings_of(model)
+        assert "are not averaged" not in warnings_of(model)
 
 
 def test_one_rank_averages_with_nobody(warnings_of):
     with fake_world(1):
         model = vc.fully_shard(models.build(models.Uneven))
         model.head = nn.Sequential(model.head, nn.Linear(11, 11))
-        assert "not averaged" not in warnings_of(model)
+        assert "are not averaged" not in warnings_of(model)
 
 
 @on_ranks(2)

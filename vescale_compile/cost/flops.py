@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from vescale_compile.rng_calls import example_values
 from vescale_compile.torch_internals import size_hint
@@ -109,15 +110,11 @@ def _grouped_backward(rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """The scores, and their product with the values."""
-    scores = query.numel() // query.shape[-1] * key.shape[-2]
-    return 2 * scores * (query.shape[-1] + value.shape[-1])
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-def _attention_backward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """The scores again, their gradient, and those of queries, keys and values."""
-    scores = query.numel() // query.shape[-1] * key.shape[-2]
-    return 2 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
+def _attention_backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(out.shape, query.shape, key.shape, value.shape)
 
 
 _OTHERS: dict[str, Callable[..., int]] = {

@@ -105,11 +105,11 @@ class _Search:
         self.graph, self.budget = graph, budget
         # What comes this close to the bound is not worth the time to better.
         self.enough = max(enough, lower_bound(graph, budget).makespan * 1.0001)
-        self.frame = Frame.build(Lifetimes(graph, free_to_keep(graph)), ())
-        self.best = synchronous(self.frame.lifetimes, self.frame.jobs)[0]
-        if self.best.peak > budget:  # the scratch of what is reduced in between finds no room
-            self.frame = Frame.build(Lifetimes(graph), ())
+        for kept in (free_to_keep(graph), frozenset[int]()):
+            self.frame = Frame.build(Lifetimes(graph, kept), ())
             self.best = synchronous(self.frame.lifetimes, self.frame.jobs)[0]
+            if self.best.peak <= budget:
+                break  # else the scratch of what is reduced in between has found no room
         self.settings = self._sweep(self.frame)
         self._keep(keepable(graph, self.frame.least, budget))
         self._merge()
