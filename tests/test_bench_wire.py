@@ -10,7 +10,7 @@ import pytest
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.append(str(BENCH))
 
-from wire import Wire, is_rate, what_is_missing, wire  # noqa: E402
+from wire import INTERFACE, Wire, is_rate, what_is_missing, wire  # noqa: E402
 
 NAMESPACES = Path("/run/netns")
 
@@ -58,6 +58,17 @@ def test_every_host_sends_and_receives_at_the_rate_that_can_be_changed(hosts: in
         assert all("rate 300Mbit" in rates(*end) for end in joined.ends)
         assert joined.at("400mbit").rate == "400mbit"
         assert all("rate 400Mbit" in rates(*end) for end in joined.ends)
+
+
+@possible
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_every_host_acknowledges_at_once(hosts: int) -> None:
+    with wire("300mbit", hosts) as joined:
+        for host in joined.hosts:
+            command = ["ip", "-n", host, "route", "show", "dev", INTERFACE]
+            (route,) = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+            assert route.startswith("10.213.0.0/24")
+            assert "quickack 1" in route
 
 
 @possible
