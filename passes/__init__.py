@@ -24,14 +24,14 @@ A pass is a function of a graph and a :class:`CompileContext`. What it needs to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
 from .assign import assign
 from .bind import bind
 from .census import census
-from .context import CompileContext, Pass, Stage, comm_of, shared_text
+from .context import CompileContext, Stage, comm_of, shared_text
 from .expand import expand
 from .hoist import hoist
 from .leave import leave
@@ -44,70 +44,29 @@ from .sink import sink
 from .summary import Summary
 from .verify import verify
 
-PIPELINE: tuple[Pass, ...] = (
-    Pass(Stage.CAPTURED, hoist, provides=frozenset({"markers take graph inputs"})),
-    Pass(
-        Stage.CAPTURED,
-        bind,
-        requires=frozenset({"markers take graph inputs"}),
-        provides=frozenset({"flat inputs"}),
-    ),
-    Pass(
-        Stage.JOINT,
-        reshard,
-        requires=frozenset({"flat inputs"}),
-        provides=frozenset({"gathers have a policy"}),
-    ),
-    Pass(
-        Stage.PARTITIONED,
-        expand,
-        requires=frozenset({"flat inputs"}),
-        provides=frozenset({"launches and waits"}),
-    ),
-    Pass(Stage.PARTITIONED, sink, provides=frozenset({"gradients in place"})),
-    Pass(
-        Stage.PARTITIONED,
-        overlap,
-        requires=frozenset({"launches and waits", "gradients in place"}),
-        provides=frozenset({"a schedule"}),
-    ),
-    Pass(
-        Stage.PARTITIONED,
-        leave,
-        requires=frozenset({"a schedule"}),
-        provides=frozenset({"every wait has its reader"}),
-    ),
-    Pass(
-        Stage.PARTITIONED,
-        assign,
-        requires=frozenset({"launches and waits", "gradients in place", "every wait has its reader"}),
-        provides=frozenset({"slots"}),
-    ),
-    Pass(Stage.PARTITIONED, verify, requires=frozenset({"launches and waits", "slots"})),
-)
+Pass = Callable[[fx.GraphModule, CompileContext], None]
+PIPELINE: Mapping[Stage, tuple[Pass, ...]] = {
+    Stage.CAPTURED: (hoist, bind),
+    Stage.JOINT: (reshard,),
+    Stage.PARTITIONED: (expand, sink, overlap, leave, assign, verify),
+}
 
-__all__ = ["PIPELINE", "check_pipeline", "ordered_nodes", "retain", "run_stage", "summarize"]
+__all__ = ["PIPELINE", "ordered_nodes", "retain", "run_stage", "summarize"]
 
 Observer = Callable[[str, fx.GraphModule], None]
 
 
-def run_stage(
-    stage: Stage,
-    gm: fx.GraphModule,
-    context: CompileContext,
-    observe: Observer,
-    pipeline: Sequence[Pass] = PIPELINE,
-) -> None:
+def run_stage(stage: Stage, gm: fx.GraphModule, context: CompileContext, observe: Observer) -> None:
     """Runs the passes of one stage on ``gm``, in place.
 
     ``observe`` is called with the graph before the first and after each of them.
     """
-    passes = [each for each in pipeline if each.stage is stage]
-    observe(f"before {passes[0].name}", gm)
-    for each in passes:
-        each.run(gm, context)
+    passes = PIPELINE[stage]
+    observe(f"before {passes[0].__name__}", gm)
+    for run in passes:
+        run(gm, context)
         gm.graph.lint()
-        observe(f"after {each.name}", gm)
+        observe(f"after {run.__name__}", gm)
     gm.recompile()
 
 
@@ -127,15 +86,3 @@ def summarize(graph: fx.Graph, context: CompileContext) -> Summary:
         left_bytes=left_bytes(graph, context),
         prediction=context.predictions[context.part],
     )
-
-
-def check_pipeline(pipeline: Sequence[Pass]) -> None:
-    """Raises ValueError if a pass requires what no earlier pass provides."""
-    known: set[str] = set()
-    for each in pipeline:
-        if missing := each.requires - known:
-            raise ValueError(f"pass {each.name} requires {sorted(missing)}, which no earlier pass provides")
-        known |= each.provides
-
-
-check_pipeline(PIPELINE)

@@ -11,9 +11,7 @@ from torch._ops import OpOverload
 
 from ..schemas import aliasing_arguments, returns_an_argument, written_by
 
-_aten = torch.ops.aten
-# Views at run time whose schema doesn't say so.
-_UNDECLARED_VIEWS = (_aten._unsafe_view.default, _aten.reshape.default)
+_UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default  # at run time it is one; its schema doesn't say so
 
 
 def is_view(node: fx.Node) -> bool:
@@ -54,7 +52,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if node.target is getitem:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
-    if node.target in _UNDECLARED_VIEWS:
+    if node.target is _UNDECLARED_VIEW:
         return node.all_input_nodes[0]
     if isinstance(node.target, OpOverload) and returns_an_argument(node.target):
         return next((arg for arg, _ in aliasing_arguments(node)), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -21,6 +22,8 @@ from ..torch_internals import mark_graph_input
 from .context import CompileContext, GraphUnit, ParamInput, fail
 
 _Inputs = tuple[fx.Node | None, ...]  # of a unit, as GraphUnit.inputs has them
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"})
 
 
 def bind(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -124,12 +127,24 @@ def _check_unwritten(graph: fx.Graph, names: dict[fx.Node, str], context: Compil
     for node in graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value._version > 0 and _memory(node) in memory:
-            _refuse_write(context, node, memory[_memory(node)])
+            # A parameter that is written to by its own name shows it where it was gathered already.
+            _refuse_write(context, _writer(graph, _memory(node)) or node, memory[_memory(node)])
         method = getattr(node.target, "__name__", "")
         if method.startswith("_foreach_") and method.endswith("_"):
             for arg in node.all_input_nodes:
                 if isinstance(arg.meta.get("example_value"), torch.Tensor) and _memory(arg) in memory:
                     _refuse_write(context, node, memory[_memory(arg)])
+
+
+def _writer(graph: fx.Graph, memory: int) -> fx.Node | None:
+    """The first node which by its name writes to what it is given, of this memory."""
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
+        tensors = (arg for arg in node.all_input_nodes if isinstance(arg.meta.get("example_value"), torch.Tensor))
+        if in_place and any(_memory(arg) == memory for arg in tensors):
+            return node
+    return None
 
 
 def _memory(node: fx.Node) -> int:
@@ -147,6 +162,7 @@ def _refuse_write(context: CompileContext, node: fx.Node, name: str) -> None:
 
 
 def _written_at(node: fx.Node) -> str:
-    """The line of the program that a node comes from, as far as Dynamo tells."""
+    """The line of the program that a node comes from, as far as Dynamo tells: the user's, if one is."""
     frames = re.findall(r'File "(.+)", line (\d+), in', node.meta.get("stack_trace") or "")
-    return "; it is written by line {1} of {0}".format(*frames[-1]) if frames else ""
+    users = [frame for frame in frames if not any(map(Path(frame[0]).is_relative_to, _LIBRARIES))] or frames
+    return "; it is written by line {1} of {0}".format(*users[-1]) if users else ""

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ..cost.collectives import ALL_GATHER
 from ..runtime import crossing, leaving, quantized_ops
 from .aliases import bases_of
 from .context import (
-    ALL_GATHER,
     CompileContext,
     Copied,
     GraphUnit,

@@ -52,9 +52,6 @@ class Role(enum.Enum):
     TAKE = "take"  # waited for in the backward
 
 
-ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
-
-
 @dataclass(frozen=True)
 class Comm:
     """What a collective's node is, under ``node.meta["vescale"]``: put there at insertion, never guessed later."""
@@ -287,29 +284,6 @@ _FOUND = tuple(
     for each in fields(CompileContext)
     if (each.default is not MISSING or each.default_factory is not MISSING) and each.name != "part"
 )
-
-PassFn = Callable[[fx.GraphModule, CompileContext], None]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A graph pass: a function that edits a graph in place, and its contract.
-
-    Attributes:
-        stage: the graph it works on.
-        run: the function. Its module's docstring says what it does.
-        requires: facts that earlier passes must have established.
-        provides: facts that it establishes.
-    """
-
-    stage: Stage
-    run: PassFn
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset()
-
-    @property
-    def name(self) -> str:
-        return self.run.__name__
 
 
 class GraphError(RuntimeError):

@@ -21,9 +21,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ..cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from ..runtime import crossing, ops, quantized_ops
 from .aliases import bases_of
-from .context import ALL_GATHER, REDUCE_SCATTER, Buffer, Comm, CompileContext, Lowering, Part, Role, Use
+from .context import Buffer, Comm, CompileContext, Lowering, Part, Role, Use
 from .edit import allocate, call
 from .moves import CASTS, moved_parameters, uncast
 from .reshard import GATHERS, REDUCTIONS

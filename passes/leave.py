@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from torch import fx
 
+from ..cost.collectives import REDUCE_SCATTER
 from ..runtime import leaving, ops, quantized_ops
 from .aliases import is_view
-from .context import REDUCE_SCATTER, Buffer, CompileContext, Part, Role, Use, buffer_of, comm_of, marked_buffer
+from .context import Buffer, CompileContext, Part, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import allocate, call
 from .moves import CASTS
 

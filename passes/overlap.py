@@ -98,7 +98,7 @@ def _schedule(
         if planned > context.memory_budget:
             _refuse(tasks, context)
     schedule = launched_early(tasks, found.schedule)
-    early = Scheduled(schedule, simulate(tasks, schedule), found.bound)
+    early = Scheduled(schedule, simulate(tasks, schedule))
     if planned_with(early) <= planned:
         return early
     planned_with(found)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..cost import collective_cost
-from ..cost.collectives import ALL_REDUCE, ALL_TO_ALL
+from ..cost.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from ..cost.compute import compute_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schedule import Compute, TaskGraph, Transfer
 from .aliases import bases_of, is_view, touches_of
 from .assign import lifetimes
-from .context import ALL_GATHER, CompileContext, Lowering, Role, Use, buffer_of, comm_of, marked_buffer
+from .context import CompileContext, Lowering, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import nbytes_of, order_of
 from .moves import CASTS
 

@@ -27,12 +27,11 @@ from typing import Any
 
 from torch import fx
 
+from ..cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from ..runtime import leaving, ops, quantized_ops
 from ..schemas import written_by
 from .aliases import base_of, is_view
 from .context import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
     Buffer,
     Comm,
     CompileContext,

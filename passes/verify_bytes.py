@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from ..cost.collectives import REDUCE_SCATTER
 from ..quantities import least_text, size_text
 from ..runtime import ops
 from ..runtime.pool import pooled_bytes
 from ..schemas import written_by
 from .context import (
-    REDUCE_SCATTER,
     CompileContext,
     Copied,
     Role,

@@ -9,7 +9,8 @@ From parameters to collectives:
 - :mod:`.ops`           the operators that stand for a unit's communication in a graph; :mod:`.quantized_ops` for
   quantized communication, :mod:`.crossing` for what a forward gathers for its backward, :mod:`.leaving` for reductions
   that outlast it
-- :mod:`.collectives`   collectives as they are launched and waited for; :mod:`.groups`, the process groups by name
+- :mod:`.collectives`   collectives as they are launched and waited for; :mod:`.messages`, what they are made of over
+  gloo; :mod:`.groups`, the process groups by name
 
 What there is of a unit, and of all:
 

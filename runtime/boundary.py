@@ -120,7 +120,8 @@ class _FlatInput(torch.autograd.Function):
             return (None,) * (4 + len(params))
         owed = _owed(buffer, set(ctx.used), compiled=ctx.forward.compiled)
         _give(buffer, grad, owed - {p._vescale_binding.slot for p in params})
-        return None, None, None, None, *(_local_grad(p, grad, owed) for p in params)
+        local = (_local_grad(p, grad) if p._vescale_binding.slot in owed else None for p in params)
+        return None, None, None, None, *local
 
 
 def _owed(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[int]:
@@ -139,10 +140,8 @@ def _reduce_left(buffers: Sequence[DBuffer]) -> None:
             _give(buffer, reduced, _owed(buffer, set(), compiled=True))
 
 
-def _local_grad(param: ShardedParameter, flat_grad: Tensor, owed: set[int]) -> Tensor | None:
+def _local_grad(param: ShardedParameter, flat_grad: Tensor) -> Tensor:
     buffer, index = param._vescale_binding
-    if index not in owed:
-        return None
     local, arrival = buffer.local(flat_grad, index), arrival_of(flat_grad)
     return param.with_local(local) if arrival is None else param.with_arriving(local, arrival)
 
@@ -152,5 +151,5 @@ def _give(buffer: DBuffer, flat_grad: Tensor, indices: set[int]) -> None:
     can't give them, and so runs no hooks for them."""
     for index in sorted(indices):
         param = buffer.params[index]
-        grad = _local_grad(cast(ShardedParameter, param), flat_grad, indices)
-        param.grad = grad if param.grad is None or grad is None else param.grad + grad
+        grad = _local_grad(cast(ShardedParameter, param), flat_grad)
+        param.grad = grad if param.grad is None else param.grad + grad

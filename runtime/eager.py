@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class _Gathered:
 @dataclass
 class _OpenBuffer:
     depth: int = 0
-    gathered: _Gathered | None = field(default=None)
+    gathered: _Gathered | None = None
 
 
 _open: dict[DBuffer, _OpenBuffer] = {}

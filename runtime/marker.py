@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..torch_internals import is_fake, is_traced_to_operators
+from ..torch_internals import is_fake, is_traced_to_operators, never_start_tracing_at
 from . import eager
 from .boundary import bound
 
@@ -29,6 +29,10 @@ def unshard_param(param: Tensor, place: str, accumulates: bool, dtype: torch.dty
         _check_compiled_by_us(param)
         return torch.empty(param.shape, dtype=dtype, device=param.device, requires_grad=param.requires_grad)
     return eager.unsharded(bound(param))
+
+
+for function in (unshard_param, is_fake, bound):  # each by itself, where a module that is not compiled calls
+    never_start_tracing_at(function)
 
 
 def _check_compiled_by_us(param: Tensor) -> None:

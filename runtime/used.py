@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from .agreement import life
 from .dbuffer import DBuffer
-from .groups import group_named
 
 
 def add_graph(layout: str, used: set[int]) -> None:
@@ -38,9 +37,8 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[
     own = [index in used for index in everything]
     mask = torch.tensor(own, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     mask = mask.to(device, non_blocking=True)  # from pageable memory the host would wait for all that the GPU has to do
-    comm = buffer.comm(buffer.number)
-    for group in filter(None, (comm.group, comm.replicas)):
-        dist.all_reduce(mask, dist.ReduceOp.MAX, group_named(group))
+    for group in filter(None, (buffer.group, buffer.replicas)):
+        dist.all_reduce(mask, dist.ReduceOp.MAX, group)
     if used == everything:  # who needs no answer does not wait for it
         return used
     return {index for index, anywhere in enumerate(mask.tolist()) if anywhere}

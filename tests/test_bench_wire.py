@@ -66,7 +66,9 @@ def test_every_host_acknowledges_at_once(hosts: int) -> None:
     with wire("300mbit", hosts) as joined:
         for host in joined.hosts:
             command = ["ip", "-n", host, "route", "show", "dev", INTERFACE]
-            (route,) = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+            (route,) = subprocess.run(
+                command, capture_output=True, text=True, timeout=20, check=True
+            ).stdout.splitlines()
             assert route.startswith("10.213.0.0/24")
             assert "quickack 1" in route
 

@@ -264,6 +264,22 @@ def test_the_command_refuses_options_that_make_no_sense(capsys, arguments, probl
     assert problem in err
 
 
+def test_a_published_model_takes_no_more_memory_than_makes_its_step_faster(capsys):
+    where = ("--model", "llama-3-70b", "--world", "1024", "--cluster", "h100")
+    _, out, _ = command(capsys, "simulate", *where, "--budget", "35GB", "70GB", "--json")
+    some, much = json.loads(out)["budgets"]
+    assert much["step"] == pytest.approx(some["step"], rel=1e-3)
+    assert much["peak"] < 35e9
+
+
+def test_a_budget_in_which_nothing_fits_leaves_the_predictions_for_others(capsys):
+    where = ("--model", "llama-3-70b", "--world", "1024", "--cluster", "h100")
+    status, out, err = command(capsys, "simulate", *where, "--budget", "12GB", "40GB", "--json")
+    assert status == 1
+    assert [row["budget"] for row in json.loads(out)["budgets"]] == [40 * 10**9]
+    assert "--budget is 12.0 GB, but a step needs at least" in err
+
+
 @pytest.mark.parametrize("model", ["llama-3-70b", "tiny"])
 def test_the_command_says_what_a_budget_would_have_to_be(capsys, model):
     where = ("--world", "8", "--cluster", "h100", "--seq", "64")

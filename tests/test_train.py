@@ -170,6 +170,15 @@ def test_a_text_too_short_ends_every_rank_with_a_message(tmp_path: Path) -> None
     assert re.search(r"train: rank [01]: ValueError: rank [01]: the text has \d+ bytes", done.stderr)
 
 
+def test_a_text_with_too_little_that_is_not_trained_on_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("enough to train on, but 2 % of it are no window. " * 100)
+    options = ("--backend", "eager", "--ranks", "1", "--batch", "1", "--seq", "64", "--steps", "3")
+    done = run_command("train", "--text", str(tmp_path), *TINY, *options, deadline_s=DEADLINE_S)
+    assert done.returncode == 1
+    assert "rank 0: the text has 98 bytes, and a batch of 1 windows of 64 bytes" in done.stderr
+    assert "compiling" not in done.stdout
+
+
 def parse(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     train_command.add_arguments(parser)

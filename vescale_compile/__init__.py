@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .ragged.dtensor import RaggedDTensor
     from .ragged.placement import RaggedShard
     from .rounding import load_rounding_state, rounding_state
+    from .sharded_module import register_forward_method
     from .sharding import fully_shard
     from .simulation import simulate
 
@@ -34,6 +35,7 @@ __all__ = [
     "no_sync",
     "optim",
     "plan_unit",
+    "register_forward_method",
     "rounding_state",
     "simulate",
 ]
@@ -49,6 +51,7 @@ _HOMES = {
     "explain": "vescale_compile.inspection",
     "fully_shard": "vescale_compile.sharding",
     "load_rounding_state": "vescale_compile.rounding",
+    "register_forward_method": "vescale_compile.sharded_module",
     "rounding_state": "vescale_compile.rounding",
     "no_sync": "vescale_compile.accumulation",
     "simulate": "vescale_compile.simulation",
@@ -61,3 +64,7 @@ def __getattr__(name: str) -> Any:
     if name == "optim":
         return importlib.import_module("vescale_compile.optim")
     return getattr(importlib.import_module(_HOMES.get(name, "vescale_compile.planner")), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -46,6 +46,7 @@ from .torch_internals import (
     run_boxed,
 )
 from .unaveraged import warn_of_unaveraged
+from .undivided import warn_of_one_unit
 from .warm_start import WarmStart, cacheable_functions, identify
 
 _log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def vescale(
     agree_on_buffers(buffers, deadline_s=read.deadline)
     if max(buffer.mesh.size() for buffer in buffers) > 1:
         warn_of_unaveraged(gm, example_inputs)
+        warn_of_one_unit(buffers)
     with others_hear_of_failures(buffers):
         captured = capture(gm, example_inputs, read)
         run = _lowered(captured, example_inputs, read, on_graph, generate_code)
@@ -126,15 +128,12 @@ def _lowered(
         captured.context,
         functools.partial(dump.write, stage=Stage.CAPTURED.value),
     )
-    inputs = [*_flat_examples(captured.context), *(example_inputs[i] for i in captured.others)]
+    flat = [example for unit in captured.context.units for _, example in unit.inputs if example is not None]
+    inputs = [*flat, *(example_inputs[i] for i in captured.others)]
     add_slots = StepSlots(registered).add if generate_code else with_fresh_slots
     if captured.context.lowering is Lowering.INDUCTOR:
         return _lower_inductor(captured, inputs, dump, add_slots, generate_code, options.deadline)
     return _lower_eager(captured, inputs, dump, add_slots)
-
-
-def _flat_examples(context: CompileContext) -> list[Any]:
-    return [example for unit in context.units for _, example in unit.inputs if example is not None]
 
 
 def _lower_inductor(

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from .cost import Calibration, Cluster
 from .cost.devices import TO_CALIBRATE
 from .hardware import cluster_for
-from .options import read_options
 from .torch_internals import inductor_cache_folder
 
 TRIED_PYTHONS = ((3, 11), (3, 12))
@@ -176,14 +175,6 @@ def gpu() -> Finding:
     )
 
 
-def float8() -> Finding:
-    try:
-        torch.ones(1).to(torch.float8_e4m3fn).to(torch.float32)
-    except (AttributeError, RuntimeError) as error:
-        return Finding("float8", Verdict.NOTE, str(error), "use a PyTorch with torch.float8_e4m3fn, if you need it")
-    return fine("float8", "float8_e4m3fn casts")
-
-
 def threads() -> Finding:
     used, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     if used <= cores:
@@ -204,7 +195,7 @@ def predicted_cluster(given: str | None) -> Finding:
     try:
         if given is not None and Path(given).is_file():  # it knows of how many ranks it is
             ranks = max(Calibration.load(given).ranks, 2)
-        cluster: Cluster = cluster_for(read_options({"cluster": given}).cluster, device, ranks)
+        cluster: Cluster = cluster_for(given, device, ranks)
     except ValueError as error:
         return Finding("cluster", Verdict.BROKEN, str(error), f"give a preset, or make a file: {TO_CALIBRATE}")
     if given is not None:
@@ -227,7 +218,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     communication,
     exchange,
     gpu,
-    float8,
     threads,
 )
 

@@ -15,9 +15,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from vescale_compile.checks import CHECKS, Finding, Verdict, predicted_cluster
 from vescale_compile.cost import Calibration
 from vescale_compile.cost.calibrate import calibrate
-from vescale_compile.local_ranks import start_local_ranks
+from vescale_compile.local_ranks import CPU_RANKS, join, start_local_ranks, under_torchrun
 
-CPU_RANKS = 2
 _TIMEOUT = timedelta(minutes=2)  # of each collective of a calibration
 
 
@@ -63,7 +62,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--calibrate {args.calibrate}: its folder does not exist")
     if args.ranks is not None and args.ranks < 1:
         raise ValueError(f"--ranks is {args.ranks}; it must be at least 1")
-    if args.ranks is not None and _under_torchrun():
+    if args.ranks is not None and under_torchrun():
         raise ValueError("--ranks: torchrun decides the number of ranks (--nproc-per-node); leave it out")
 
 
@@ -73,7 +72,7 @@ def _line(finding: Finding) -> str:
 
 
 def _calibrate(path: Path, ranks: int | None) -> int:
-    if _under_torchrun():
+    if under_torchrun():
         _measure_as_rank(int(os.environ["LOCAL_RANK"]), path, int(os.environ["LOCAL_WORLD_SIZE"]))
         return 0
     ranks = ranks or (torch.cuda.device_count() if torch.cuda.is_available() else CPU_RANKS)
@@ -87,19 +86,9 @@ def _calibrate(path: Path, ranks: int | None) -> int:
 
 def _measure_as_rank(local_rank: int, path: Path, local_ranks: int, rendezvous: str | None = None) -> None:
     """Measure as one of `local_ranks` that meet at `rendezvous`; without it, as torchrun's environment says."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=rendezvous,
-        rank=-1 if rendezvous is None else local_rank,
-        world_size=-1 if rendezvous is None else local_ranks,
-        timeout=_TIMEOUT,
-        device_id=torch.device("cuda", local_rank) if on_gpu else None,
-    )
-    measured = calibrate("cuda" if on_gpu else "cpu")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    join(local_rank, local_ranks, device_type, timeout=_TIMEOUT, rendezvous=rendezvous)
+    measured = calibrate(device_type)
     if dist.get_rank() == 0:
         measured.save(path)
         print("\n".join([*_figures(measured), f"wrote {path}: give options={{'cluster': {str(path)!r}}}"]), flush=True)
@@ -119,7 +108,3 @@ def _figures(measured: Calibration) -> list[str]:
             f"{100 * each.load:.0f} % of the device meanwhile"
         )
     return lines
-
-
-def _under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ

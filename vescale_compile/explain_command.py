@@ -12,8 +12,9 @@ from vescale_compile.cost import PRESETS
 from vescale_compile.examples.llama import SIZES
 from vescale_compile.hardware import cluster_for
 from vescale_compile.passes.context import GraphError
+from vescale_compile.quantities import positive
 from vescale_compile.report import Report
-from vescale_compile.simulate_command import add_step_arguments, in_options, positive, read_budget, simulated
+from vescale_compile.simulate_command import add_step_arguments, in_options, read_budget, simulated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

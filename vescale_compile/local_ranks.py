@@ -1,12 +1,22 @@
-"""Starts the ranks of a command on this machine."""
+"""The ranks of a command: started on this machine, or by torchrun."""
 
 import importlib
+import os
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
+
+CPU_RANKS = 2  # if nobody says how many
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of the ranks already."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start_local_ranks(run: Callable[..., None], args: tuple[Any, ...], ranks: int, needs: Sequence[str] = ()) -> None:
@@ -29,3 +39,41 @@ def start_local_ranks(run: Callable[..., None], args: tuple[Any, ...], ranks: in
             for module in needs:
                 importlib.import_module(module)
         start_processes(run, (*args, ranks, rendezvous), ranks, start_method="fork" if forked else "spawn")
+
+
+def join(
+    local_rank: int,
+    local_ranks: int,
+    device_type: str,
+    *,
+    timeout: timedelta,
+    rendezvous: str | None = None,
+    threads: int | None = None,
+) -> torch.device:
+    """Makes this process a rank of the default process group.
+
+    Args:
+        local_rank: on this machine.
+        local_ranks: that this machine has.
+        device_type: "cuda", each rank with a GPU of its own and nccl, or "cpu", with gloo.
+        timeout: of each collective.
+        rendezvous: where ``local_ranks`` ranks meet; None: as torchrun's environment says.
+        threads: of PyTorch; None: this machine's cores, shared alike.
+
+    Returns:
+        The rank's device.
+    """
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=rendezvous,
+        rank=-1 if rendezvous is None else local_rank,
+        world_size=-1 if rendezvous is None else local_ranks,
+        timeout=timeout,
+        device_id=device if device_type == "cuda" else None,
+    )
+    return device

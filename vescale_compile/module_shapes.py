@@ -81,14 +81,13 @@ def unit_specs(
 
     def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
         plans = (
-            plan_unit(tensors(group), world_size, alignment_bytes=alignment_bytes)
-            for group in group_by_buffer([params])
+            plan_unit(tensors(group), world_size, alignment_bytes=alignment_bytes) for group in group_by_buffer(params)
         )
         return sum(buffer.shard_bytes for plan in plans for buffer in plan.buffers)
 
     specs = {}
     for unit in find_units(model, set(), nested_units=False, world_size=world_size, padded_bytes=padded_bytes):
-        groups = group_by_buffer(unit.runs)
+        groups = [group for run in unit.runs for group in group_by_buffer(run)]
         for ordinal, group in enumerate(groups):
             specs[unit.name if len(groups) == 1 else f"{unit.name}#{ordinal}"] = tensors(group)
     return specs

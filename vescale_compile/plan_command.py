@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from vescale_compile.planner import Elements, Granularity, Rows, TensorSpec, Whole
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.planner.report import report
+from vescale_compile.quantities import positive
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     blocks = parser.add_argument_group("what may not be cut (single elements may be cut anywhere)")
     kind = blocks.add_mutually_exclusive_group()
-    kind.add_argument("--rows", type=_positive, metavar="N", help="keep blocks of N rows whole")
-    kind.add_argument("--elements", type=_positive, metavar="N", help="keep blocks of N elements whole")
+    kind.add_argument("--rows", type=positive, metavar="N", help="keep blocks of N rows whole")
+    kind.add_argument("--elements", type=positive, metavar="N", help="keep blocks of N elements whole")
     kind.add_argument("--tile", type=_tile, metavar="HxW", help="cut as quantize=BlockFP8(tile=(H, W)) does")
     kind.add_argument("--whole", action="store_true", help="keep each matrix on one rank")
     blocks.add_argument(
@@ -50,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     layout = parser.add_argument_group("layout")
-    layout.add_argument("--world", type=_positive, nargs="+", metavar="N", help="numbers of ranks")
-    layout.add_argument("--itemsize", type=_positive, metavar="BYTES", help="of an element, with --model (2)")
-    layout.add_argument("--alignment", type=_positive, default=16, metavar="BYTES", help="of a shard (%(default)s)")
+    layout.add_argument("--world", type=positive, nargs="+", metavar="N", help="numbers of ranks")
+    layout.add_argument("--itemsize", type=positive, metavar="BYTES", help="of an element, with --model (2)")
+    layout.add_argument("--alignment", type=positive, default=16, metavar="BYTES", help="of a shard (%(default)s)")
     layout.add_argument("--keep-order", action="store_true", help="leave tensors in the model's order")
 
     output = parser.add_argument_group("output")
@@ -191,13 +192,6 @@ def _plot(args: argparse.Namespace) -> None:
     except OSError as error:
         raise ValueError(f"--plot {args.plot}: {error}") from error
     print(f"wrote {args.plot}")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 def _tile(text: str) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""Bytes and seconds in the units that people read."""
+"""Numbers, bytes and seconds as people write and read them."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from decimal import Decimal
 
@@ -38,3 +39,11 @@ def time_text(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value

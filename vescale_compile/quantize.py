@@ -139,7 +139,7 @@ class BlockInt8(BlockQuantizer):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_size("BlockInt8: block", self.block)
+        check_size("BlockInt8: block", self.block)
         if self.seed is not None and type(self.seed) is not int:
             raise TypeError(f"BlockInt8: seed is {self.seed!r}; give an integer, or None")
 
@@ -189,7 +189,7 @@ class BlockFP8(BlockQuantizer):
         if not isinstance(self.tile, list | tuple) or len(self.tile) != 2:
             raise TypeError(f"BlockFP8: tile is {self.tile!r}; give (rows, columns)")
         for side in self.tile:
-            _check_size("BlockFP8: tile", side)
+            check_size("BlockFP8: tile", side)
         object.__setattr__(self, "tile", tuple(self.tile))
 
     def tiles(self, shape: Sequence[int]) -> Tiles | None:
@@ -316,7 +316,8 @@ def _from_blocks(blocks: Tensor, tiles: Tiles) -> Tensor:
     return blocks.reshape(matrices, high, wide)[:, :rows, :cols].reshape(-1)
 
 
-def _check_size(what: str, size: object) -> None:
+def check_size(what: str, size: object) -> None:
+    """Raises TypeError or ValueError unless ``size``, of ``what``, is a number of elements that a block can have."""
     if type(size) is not int:
         raise TypeError(f"{what} holds {size!r}; give whole numbers of elements")
     if size < 1:

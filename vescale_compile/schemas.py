@@ -18,7 +18,7 @@ def aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
     """Arguments that the operator's schema marks as aliased, and whether it writes to them."""
     if not isinstance(node.target, OpOverload):
         return
-    for position, name, written in _aliased(node.target):
+    for position, name, written in aliased(node.target):
         value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, fx.Node):
@@ -34,7 +34,7 @@ def returns_an_argument(target: OpOverload) -> bool:
 
 
 @functools.cache
-def _aliased(target: OpOverload) -> tuple[tuple[int, str, bool], ...]:
+def aliased(target: OpOverload) -> tuple[tuple[int, str, bool], ...]:
     """Arguments that the schema marks as aliased: position, name, and whether the operator writes to it."""
     return tuple(
         (position, argument.name, argument.alias_info.is_write)

@@ -72,12 +72,16 @@ class ShardedModule(nn.Module):
 
     _vescale_access: dict[str, Access]
     _vescale_unit: Unit | None
+    _vescale_methods: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._vescale_unit_forward(super().forward, args, kwargs)
+
+    def _vescale_unit_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._vescale_unit
         if unit is not None and unit.input_dtype is not None:
             args, kwargs = _cast((args, kwargs), unit.input_dtype)
-        output = self._vescale_forward(super().forward, args, kwargs)
+        output = self._vescale_forward(forward, args, kwargs)
         if unit is not None and unit.output_dtype is not None:
             output = _cast(output, unit.output_dtype)
         return output
@@ -216,13 +220,43 @@ def make_sharded(module: nn.Module, access: dict[str, Access], unit: Unit | None
     else:
         module.__dict__["_vescale_access"] = dict(access)
         module.__dict__["_vescale_unit"] = unit
-    names: dict[str, Access] = vars(module)["_vescale_access"]
+        module.__dict__["_vescale_methods"] = ()
+    _choose_class(module)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has a method of a sharded module gather and read its parameters as the module's forward does.
+
+    As ``torch.distributed.fsdp.register_fsdp_forward_method``. Call it after ``fully_shard``, on every rank, for each
+    method that is called from outside a forward, as ``encode`` of an autoencoder.
+
+    Args:
+        module: given to ``fully_shard``, or a part of it that has parameters of its own.
+        method_name: of its class.
+
+    Raises:
+        ValueError: the module is not sharded, or has no such method.
+    """
+    if not isinstance(module, ShardedModule):
+        raise ValueError(
+            f"register_forward_method: this {type(module).__name__} is not sharded: call fully_shard first, and give "
+            "the module that it was called on, or one with parameters of its own"
+        )
+    if not callable(getattr(type(module), method_name, None)):
+        raise ValueError(f"register_forward_method: {type(module).__name__} has no method {method_name!r}")
+    if method_name not in ("forward", *module._vescale_methods):
+        module._vescale_methods += (method_name,)
+        _choose_class(module)
+
+
+def _choose_class(module: nn.Module) -> None:
+    names, methods = (tuple(vars(module)[key]) for key in ("_vescale_access", "_vescale_methods"))
     original = next(cls for cls in type(module).__mro__ if not issubclass(cls, ShardedModule))
-    module.__class__ = _sharded_class(cast(type[nn.Module], original), tuple(names))  # type: ignore[arg-type]
+    module.__class__ = _sharded_class(cast(type[nn.Module], original), names, methods)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: tuple[str, ...]) -> type[nn.Module]:
     """One class for all modules alike, so that Dynamo's code and guards serve every layer.
 
     It keeps the name of the original class: libraries decide by it.
@@ -230,13 +264,22 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     body["__module__"], body["__qualname__"] = original.__module__, original.__qualname__
     body["__doc__"] = original.__doc__
-    for method in (ShardedModule.forward, ShardedModule._vescale_forward):
+    body |= {name: _like_forward(getattr(original, name)) for name in methods}
+    for method in (ShardedModule.forward, ShardedModule._vescale_unit_forward, ShardedModule._vescale_forward):
         body[method.__name__] = _with_code_of_its_own(method, original)
-    with contextlib.suppress(TypeError, ValueError):  # of what is written in C, say
-        body["forward"].__signature__ = inspect.signature(original.forward)  # libraries pass what it names
+    for name in ("forward", *methods):
+        with contextlib.suppress(TypeError, ValueError):  # of what is written in C, say
+            body[name].__signature__ = inspect.signature(getattr(original, name))  # libraries pass what it names
     if issubclass(original, nn.RNNBase):
         body["flatten_parameters"] = _leave_in_place
     return type(original.__name__, (ShardedModule, original), body)
+
+
+def _like_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+        return self._vescale_unit_forward(functools.partial(method, self), args, kwargs)
+
+    return run
 
 
 def _with_code_of_its_own(method: Callable[..., Any], original: type[nn.Module]) -> Callable[..., Any]:

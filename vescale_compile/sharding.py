@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
@@ -21,7 +22,7 @@ from .runtime.boundary import Binding
 from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync, ParamSlot
 from .runtime.model import Model
 from .sharded_module import Access, Unit, buffers_in, make_sharded, unit_of
-from .unaveraged import leave_alone
+from .unaveraged import leave_alone, refuse_replaced
 from .units import UnitMembers, find_units, group_by_buffer, owners
 
 _COLLECTIVE_BYTES = 16  # NCCL's fast path wants multiples
@@ -111,7 +112,7 @@ def fully_shard(
         }
 
     def planned(params: Mapping[str, nn.Parameter]) -> list[tuple[BufferPlan, dict[str, nn.Parameter]]]:
-        return [(plan, group) for group in group_by_buffer([params]) for plan in _plan(group, over, comm, blocks)]
+        return [(plan, group) for group in group_by_buffer(params) for plan in _plan(group, over, comm, blocks)]
 
     def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
         return sum(plan.shard_bytes for plan, _ in planned(params))
@@ -169,6 +170,8 @@ def _shard_unit(
         buffers.append(buffer)
         for index, (original, sharded) in enumerate(zip(params.values(), buffer.params, strict=True)):
             original._vescale_sharded = sharded  # type: ignore[attr-defined]
+            if original.requires_grad:
+                original.register_hook(functools.partial(refuse_replaced, sharded))
             for owner, attribute in places[original]:
                 _put(owner, attribute, cast(nn.Parameter, sharded), Binding(buffer, index))
     return _unit_of(tuple(buffers), policy, is_root=members.module is root)
@@ -278,6 +281,11 @@ def _check_arguments(module: object, reshard_after_forward: object, mp_policy: o
         if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
             raise RuntimeError(
                 f"fully_shard: {name or 'the module'} was compiled already. Call fully_shard first, then torch.compile."
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ValueError(
+                f"fully_shard: {name or 'the module'} has sparse gradients, and those of a unit are one dense buffer: "
+                f"make it without sparse=True, or set {f'{name}.' if name else ''}sparse = False"
             )
         if "forward" in vars(part):
             raise ValueError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from vescale_compile.hardware import cluster_for
 from vescale_compile.passes.context import GraphError
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.published_graphs import ASSUMPTIONS, published_graph
-from vescale_compile.quantities import bytes_in, least_text, size_text, time_text
-from vescale_compile.schedule import BudgetError, Scheduled, TaskGraph, find_schedule
+from vescale_compile.quantities import bytes_in, least_text, positive, size_text, time_text
+from vescale_compile.schedule import BudgetError, Scheduled, TaskGraph, find_schedule, least_peak, lower_bound
 from vescale_compile.sharding import fully_shard
 from vescale_compile.simulation import Simulation, simulate
 
 _POLICIES = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "fp32": MixedPrecisionPolicy()}
 _MASTER_BYTES = 4  # of a published model's sharded parameter
+_BISECTIONS, _AS_FAST = 6, 1.0005  # the step is printed with three digits
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Row:
     peak: int
     kept: int | None
     """units that stay unsharded from forward to backward, where the schedule decides that"""
+
+
+Predicted = Callable[[int | None], Row]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,28 +94,40 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict and print; 0 if all went well, 1 if nothing fits in a budget, 2 if the options make no sense."""
+    """Predict and print; 0 if all went well, 1 if no step fits in one of the budgets, 2 if options make no sense."""
     try:
         _check(args)
         cluster = cluster_for(args.cluster, torch.device("cpu"), args.world)
         budgets = [read_budget(each) for each in args.budget or [None]]
-        rows = list(
-            _published_rows(args, cluster, budgets) if args.model in PUBLISHED else _rows(args, cluster, budgets)
-        )
-    except (BudgetError, GraphError) as error:
-        print(f"simulate: {in_options(error)}", file=sys.stderr)
-        return 1
+        predicted = _published_row(args, cluster) if args.model in PUBLISHED else functools.partial(_row, args, cluster)
+        rows, refusals = _rows(predicted, budgets)
     except ValueError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
+    for refusal in refusals:
+        print(f"simulate: {in_options(refusal)}", file=sys.stderr)
+    if not rows:
+        return 1
     title = args.model or str(args.hf_config)
     if args.json:
         figures = {"model": title, "cluster": str(cluster), "batch": args.batch, "seq": args.seq}
         print(json.dumps(figures | {"budgets": [asdict(row) for row in rows]}, indent=2))
-        return 0
-    print(f"{title}, {args.batch} x {args.seq} tokens a rank, on {cluster}\n")
-    _print(rows)
-    return 0
+    else:
+        print(f"{title}, {args.batch} x {args.seq} tokens a rank, on {cluster}\n")
+        _print(rows)
+    return int(bool(refusals))
+
+
+def _rows(predicted: Predicted, budgets: Sequence[int | None]) -> tuple[list[Row], list[Exception]]:
+    """The rows of those budgets in which a step fits, and why none does in the others."""
+    rows: list[Row] = []
+    refusals: list[Exception] = []
+    for budget in budgets:
+        try:
+            rows.append(predicted(budget))
+        except (BudgetError, GraphError) as error:
+            refusals.append(error)
+    return rows, refusals
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -123,17 +140,20 @@ def _check(args: argparse.Namespace) -> None:
             )
 
 
-def _published_rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequence[int | None]) -> Iterator[Row]:
+def _published_row(args: argparse.Namespace, cluster: Cluster) -> Predicted:
     graph = published_graph(args.model, cluster, args.batch * args.seq, sequence=args.seq)
     optimizer, master = OPTIMIZERS["adamw"], _MASTER_BYTES * published(args.model).numel // cluster.ranks
-    seconds = optimizer.seconds(master, cluster.device)
-    for budget in budgets:
-        found = _published_schedule(graph, cluster, budget, optimizer.state_bytes(master))
+    seconds, states = optimizer.seconds(master, cluster.device), optimizer.state_bytes(master)
+
+    def predicted(budget: int | None) -> Row:
+        # The graph counts the optimizer's states, which no budget does: without one there is what a device has.
+        whole = cluster.device.memory_bytes if budget is None else budget + states
+        found = _published_schedule(graph, whole, budget, states)
         timeline = found.timeline
-        yield Row(
+        return Row(
             budget,
             timeline.makespan + seconds,
-            found.bound.makespan + seconds,
+            lower_bound(graph, whole).makespan + seconds,
             timeline.compute,
             timeline.communication,
             timeline.exposed,
@@ -141,12 +161,13 @@ def _published_rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequenc
             len(found.schedule.kept),
         )
 
+    return predicted
 
-def _published_schedule(graph: TaskGraph, cluster: Cluster, budget: int | None, states: int) -> Scheduled:
-    """The graph counts the optimizer's ``states``, which no budget does: without one there is what a device has."""
-    whole = cluster.device.memory_bytes if budget is None else budget + states
+
+def _published_schedule(graph: TaskGraph, whole: int | None, budget: int | None, states: int) -> Scheduled:
+    """The best in ``whole`` bytes: those of ``budget`` and the optimizer's ``states``, or without one a device's."""
     try:
-        return find_schedule(graph, whole)
+        return _leanest(graph, find_schedule(graph, whole))
     except BudgetError as error:
         least = error.least_bytes
         if budget is None:
@@ -158,19 +179,32 @@ def _published_schedule(graph: TaskGraph, cluster: Cluster, budget: int | None, 
         raise BudgetError(told, least) from error
 
 
-def _rows(args: argparse.Namespace, cluster: Cluster, budgets: Sequence[int | None]) -> Iterator[Row]:
-    for budget in budgets:
-        found = simulated(args, cluster, budget, OPTIMIZERS[args.optim or "adamw"])
-        yield Row(
-            budget,
-            found.step_seconds,
-            found.least_seconds,
-            found.compute_seconds,
-            found.communication_seconds,
-            found.exposed_seconds,
-            found.peak_bytes,
-            None,
-        )
+def _leanest(graph: TaskGraph, best: Scheduled) -> Scheduled:
+    """One that is as fast as ``best``, in little memory, found by bisection: a search stops at the first that is fast
+    enough, whose peak says what it was given rather than what it needs."""
+    enough, low = best.timeline.makespan * _AS_FAST, least_peak(graph)
+    for _ in range(_BISECTIONS):
+        middle = (low + best.timeline.peak_bytes) // 2
+        found = find_schedule(graph, middle)
+        if found.timeline.makespan <= enough:
+            best = found
+        else:
+            low = middle
+    return best
+
+
+def _row(args: argparse.Namespace, cluster: Cluster, budget: int | None) -> Row:
+    found = simulated(args, cluster, budget, OPTIMIZERS[args.optim or "adamw"])
+    return Row(
+        budget,
+        found.step_seconds,
+        found.least_seconds,
+        found.compute_seconds,
+        found.communication_seconds,
+        found.exposed_seconds,
+        found.peak_bytes,
+        None,
+    )
 
 
 def simulated(
@@ -225,10 +259,3 @@ def read_budget(text: str | None) -> int | None:
 def in_options(error: Exception) -> str:
     """What the compiler says, of the command's option instead of its own."""
     return str(error).replace("memory_budget", "--budget")
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value

@@ -1,4 +1,4 @@
-"""The private PyTorch names that the compiler and the runtime use, in one place. Tried on torch 2.11.0 to 2.13.0.
+"""What the compiler and the runtime need of PyTorch's private parts, in one place. Tried on torch 2.11.0 to 2.13.0.
 
 ``ragged/dtensor.py`` names those that a subclass of DTensor needs, ``inductor_order.py`` those that keep an order,
 ``warm_start.py`` those of AOTAutograd's cache. Each entry says why no public name does. When a PyTorch release breaks
@@ -256,8 +256,8 @@ class WrappedPartitioner(CustomPartitionerFn):
 
     def __init__(self, split: Callable[[fx.GraphModule, int, Cut], Halves], identity: str) -> None:
         self._split = split
-        self._identity = identity
         self._inner = torch._inductor.config.custom_partitioner_fn
+        self._identity = identity if self._inner is None else f"{identity} around {self._inner.uuid()}"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
         inner = self._inner if self._inner is not None else min_cut_rematerialization_partition

@@ -19,9 +19,9 @@ from vescale_compile.examples.llama import SIZES
 from vescale_compile.examples.optimizers import RECIPES
 from vescale_compile.examples.text import standard_library
 from vescale_compile.examples.training import TrainSettings, train
-from vescale_compile.local_ranks import start_local_ranks
+from vescale_compile.local_ranks import CPU_RANKS, join, start_local_ranks, under_torchrun
+from vescale_compile.quantities import positive
 
-CPU_RANKS = 2
 DEFAULT_TEMPERATURE = 0.7
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--tie-embeddings", action="store_true", help="one matrix for embedding and output")
 
     how = parser.add_argument_group("how it runs")
-    how.add_argument("--ranks", type=_positive, metavar="N", help="processes to start (2; on GPUs one for each)")
+    how.add_argument("--ranks", type=positive, metavar="N", help="processes to start (2; on GPUs one for each)")
     how.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="(auto: cuda if present)")
-    how.add_argument("--threads", type=_positive, metavar="N", help="CPU threads a rank (cores / local ranks)")
+    how.add_argument("--threads", type=positive, metavar="N", help="CPU threads a rank (cores / local ranks)")
     how.add_argument("--backend", choices=["vescale", "inductor", "aot_eager", "eager"], default="vescale")
     how.add_argument("--lowering", choices=["inductor", "eager"], help="of the vescale backend (inductor)")
     how.add_argument("--ddp", action="store_true", help="replicate with DistributedDataParallel, for comparison")
@@ -54,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--dump", type=Path, metavar="DIR", help="write the graphs before and after each pass")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, default=300, metavar="N", help="(%(default)s)")
+    training.add_argument("--steps", type=positive, default=300, metavar="N", help="(%(default)s)")
     training.add_argument("--seconds", type=_positive_float, metavar="S", help="stop after this time")
-    training.add_argument("--batch", type=_positive, default=8, metavar="N", help="windows a rank (%(default)s)")
-    training.add_argument("--seq", type=_positive, default=128, metavar="N", help="bytes a window (%(default)s)")
-    training.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="batches a step (1)")
+    training.add_argument("--batch", type=positive, default=8, metavar="N", help="windows a rank (%(default)s)")
+    training.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes a window (%(default)s)")
+    training.add_argument("--accumulate", type=positive, default=1, metavar="N", help="batches a step (1)")
     training.add_argument("--optim", choices=RECIPES, default="adamw", help="(%(default)s)")
     training.add_argument("--lr", type=_positive_float, metavar="X", help=f"peak learning rate ({_LEARNING_RATES})")
     training.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
 
     output = parser.add_argument_group("output")
-    output.add_argument("--log-every", type=_positive, default=10, metavar="N", help="steps (%(default)s)")
+    output.add_argument("--log-every", type=positive, default=10, metavar="N", help="steps (%(default)s)")
     output.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write; 0: none (300)")
     output.add_argument("--prompt", metavar="TEXT", help="what the sample continues (some unseen text)")
     output.add_argument("--temperature", type=float, metavar="T", help="of the sample; 0: likeliest byte (0.7)")
@@ -73,19 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit status."""
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         settings = settings_from(args)
         device_type = _device_type(args.device)
-        ranks = _ranks(args, device_type, under_torchrun)
-        _check_group(settings, device_type, ranks, under_torchrun)
+        ranks = _ranks(args, device_type)
+        _check_group(settings, device_type, ranks)
     except ValueError as error:
-        who = f"rank {os.environ['RANK']}: " if under_torchrun else ""
+        who = f"rank {os.environ['RANK']}: " if under_torchrun() else ""
         print(f"train: {who}{error}", file=sys.stderr)
         return 2
     if args.dump is not None:
         os.environ["VESCALE_DUMP"] = str(args.dump)
-    if under_torchrun:
+    if under_torchrun():
         _train_as_rank(int(os.environ["LOCAL_RANK"]), settings, device_type, int(os.environ["LOCAL_WORLD_SIZE"]))
         return 0
     return _start_ranks(settings, device_type, ranks)
@@ -148,8 +147,8 @@ def _device_type(wanted: str) -> str:
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _ranks(args: argparse.Namespace, device_type: str, under_torchrun: bool) -> int:
-    if under_torchrun:
+def _ranks(args: argparse.Namespace, device_type: str) -> int:
+    if under_torchrun():
         if args.ranks is not None:
             raise ValueError("--ranks: torchrun decides the number of ranks (--nproc-per-node); leave it out")
         return int(os.environ["WORLD_SIZE"])
@@ -158,13 +157,13 @@ def _ranks(args: argparse.Namespace, device_type: str, under_torchrun: bool) -> 
     return torch.cuda.device_count() if device_type == "cuda" else CPU_RANKS
 
 
-def _check_group(settings: TrainSettings, device_type: str, ranks: int, under_torchrun: bool) -> None:
+def _check_group(settings: TrainSettings, device_type: str, ranks: int) -> None:
     if ranks > 1 and settings.backend != "vescale" and not settings.ddp:
         raise ValueError(
             f"--backend {settings.backend} gives each of {ranks} ranks a model of its own; "
             "add --ddp, or run a single rank"
         )
-    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun else ranks
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else ranks
     if device_type == "cuda" and local_ranks > torch.cuda.device_count():
         raise ValueError(
             f"{local_ranks} ranks on {torch.cuda.device_count()} GPUs: each needs one of its own; "
@@ -192,18 +191,13 @@ def _train_as_rank(
     rendezvous: str | None = None,
 ) -> None:
     """Train as one of `local_ranks` that meet at `rendezvous`; without it, as torchrun's environment says."""
-    torch.set_num_threads(settings.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=rendezvous,
-        rank=-1 if rendezvous is None else local_rank,
-        world_size=-1 if rendezvous is None else local_ranks,
+    device = join(
+        local_rank,
+        local_ranks,
+        device_type,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if device_type == "cuda" else None,
+        rendezvous=rendezvous,
+        threads=settings.threads,
     )
     try:
         train(settings, device)
@@ -212,13 +206,6 @@ def _train_as_rank(
         print(f"train: rank {dist.get_rank()}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         raise
     dist.destroy_process_group()
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return number
 
 
 def _positive_float(value: str) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .ragged.dtensor import RaggedDTensor
-from .runtime.boundary import binding_of
+from .runtime.boundary import bound
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # of the parameters, in a warning
@@ -28,21 +28,20 @@ def warn_of_unaveraged(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         plain = isinstance(value, nn.Parameter) and not isinstance(value, RaggedDTensor)
         if plain and value.requires_grad and hasattr(value, "_vescale_sharded"):
-            _refuse_replaced(value)
+            refuse_replaced(value._vescale_sharded)
         if plain and value.requires_grad and not hasattr(value, "_vescale_ignored"):
             found.append(f"{placeholder.name} {tuple(value.shape)}")
     if found:
         _warn(tuple(found))
 
 
-def _refuse_replaced(param: nn.Parameter) -> None:
-    sharded = binding_of(param._vescale_sharded)  # type: ignore[attr-defined]
-    assert sharded is not None
+def refuse_replaced(sharded: Tensor, *gradient: Tensor) -> NoReturn:
+    """Raises RuntimeError for a use of what ``sharded`` was before; as a hook of that, for a gradient of it."""
+    buffer, slot = bound(sharded)
     raise RuntimeError(
-        f"[rank {sharded.buffer.rank}] backend='vescale': the model reads what parameter "
-        f"{sharded.buffer.slots[sharded.slot].name!r} was before fully_shard, which nothing trains any more. It is "
-        "kept outside the module's parameters, in a list, a dict or a closure, say: read it as an attribute of its "
-        "module, or keep such lists in nn.ParameterList"
+        f"[rank {buffer.rank}] the model reads what parameter {buffer.slots[slot].name!r} was before fully_shard, "
+        "which nothing trains any more. It is kept outside the module's parameters, in a list, a dict or a closure, "
+        "say: read it as an attribute of its module, or keep such lists in nn.ParameterList"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +37,6 @@ class UnitMembers:
     module: nn.Module
     runs: tuple[_Run, ...]
     is_cut: bool
-
-    @property
-    def params(self) -> _Run:
-        """All of them."""
-        return {name: param for run in self.runs for name, param in run.items()}
 
 
 def find_units(
@@ -159,12 +154,11 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
                 yield key, element
 
 
-def group_by_buffer(runs: Sequence[Mapping[str, nn.Parameter]]) -> list[_Run]:
-    """Parameters that can share a buffer: of one run, dtype and device, all trainable or all frozen."""
-    groups: dict[tuple[int, torch.dtype, torch.device, bool], _Run] = {}
-    for number, run in enumerate(runs):
-        for name, param in run.items():
-            groups.setdefault((number, param.dtype, param.device, param.requires_grad), {})[name] = param
+def group_by_buffer(run: Mapping[str, nn.Parameter]) -> list[_Run]:
+    """Those parameters of a run that can share a buffer: of one dtype and device, all trainable or all frozen."""
+    groups: dict[tuple[torch.dtype, torch.device, bool], _Run] = {}
+    for name, param in run.items():
+        groups.setdefault((param.dtype, param.device, param.requires_grad), {})[name] = param
     return list(groups.values())
 
 

@@ -4,9 +4,8 @@ import torch
 from torch import fx
 
 from vescale_compile.cost import PRESETS
+from vescale_compile.cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from vescale_compile.passes.context import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
     Buffer,
     Comm,
     CompileContext,

@@ -260,6 +260,14 @@ def test_what_a_custom_operator_makes_of_a_parameter_is_not_computed_again_for_t
     assert next(_drifted) == first + 3
 
 
+@on_ranks(1)
+def test_what_reads_a_parameter_is_not_compiled_by_itself_in_a_module_that_dynamo_leaves_out():
+    torch._dynamo.reset()
+    _, call = models.sharded(Recurrent)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        call(*models.batches(1, 7)[0]).backward()
+
+
 @pytest.mark.parametrize("compile", ["eager", None])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @on_ranks(2)

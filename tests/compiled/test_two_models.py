@@ -9,7 +9,7 @@ from ranks import fake_world, on_ranks
 from torch import nn
 
 import vescale_compile as vc
-from vescale_compile import unaveraged
+from vescale_compile import unaveraged, undivided
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -102,6 +102,27 @@ def test_one_rank_averages_with_nobody(warnings_of):
         model = vc.fully_shard(models.build(models.Uneven))
         model.head = nn.Sequential(model.head, nn.Linear(11, 11))
         assert "are not averaged" not in warnings_of(model)
+
+
+@pytest.mark.parametrize("container", [nn.Sequential, nn.ModuleList])
+def test_a_model_that_is_one_unit_is_warned_of(caplog, monkeypatch, container):
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = container(*([blocks] if container is nn.ModuleList else blocks))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.sum()
+
+    blocks = [nn.Linear(8, 8) for _ in range(3)]
+    monkeypatch.setattr(undivided, "_MUCH_BYTES", 64)
+    undivided._warn.cache_clear()
+    torch._dynamo.reset()
+    with fake_world(2), caplog.at_level(logging.WARNING):
+        torch.compile(vc.fully_shard(Blocks()), backend="vescale", options=OPTIONS)(torch.ones(2, 8))
+    assert ("unit (root) is nearly the whole model" in caplog.text) == (container is nn.Sequential)
 
 
 @on_ranks(2)

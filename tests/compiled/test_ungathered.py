@@ -23,18 +23,37 @@ def test_a_sharded_model_is_not_exported():
         torch.export.export(model, (torch.ones(3, 4),))
 
 
+class Listed(torch.nn.Module):
+    """Keeps a parameter where fully_shard does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.weights = [self.inner.weight]
+
+    def forward(self, x):
+        return self.inner(x) @ self.weights[0]
+
+
 @on_ranks(2)
 def test_what_a_parameter_was_before_it_was_sharded_is_refused_in_a_forward():
-    class Listed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(4, 4)
-            self.weights = [self.inner.weight]
-
-        def forward(self, x):
-            return self.inner(x) @ self.weights[0]
-
     torch._dynamo.reset()
     call = torch.compile(vc.fully_shard(Listed()), backend="vescale", options={"lowering": "eager"})
     with pytest.raises(Exception, match=r"what parameter 'inner.weight' was before fully_shard.*ParameterList"):
         call(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_what_a_parameter_was_before_it_was_sharded_gets_no_gradient_in_uncompiled_code():
+    model = vc.fully_shard(Listed())
+    with pytest.raises(RuntimeError, match=r"\[rank \d\].*what parameter 'inner.weight' was before fully_shard"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_an_embedding_with_sparse_gradients_is_refused_before_it_is_sharded():
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True), torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"fully_shard: 0 has sparse gradients.*0\.sparse = False"):
+        vc.fully_shard(model)
+    model[0].sparse = False
+    vc.fully_shard(model)(torch.arange(4)).sum().backward()

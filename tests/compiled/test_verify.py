@@ -6,9 +6,7 @@ from handmade import Graph, aten, context
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_compile.passes import PIPELINE, check_pipeline
-from vescale_compile.passes.context import GraphError, Part, Pass, Role, Stage, Use
-from vescale_compile.passes.verify import verify
+from vescale_compile.passes.context import GraphError, Part, Role, Use
 from vescale_compile.runtime.agreement import RanksDisagree, agree
 
 
@@ -208,12 +206,6 @@ def test_collectives_in_another_order_on_one_rank_are_found():
         RanksDisagree, match="rank 1 has 'all_gather of unit 1' where rank 0 has 'all_gather of unit 0'"
     ):
         agree(init_device_mesh("cpu", (2,)), "graph", mine)
-
-
-def test_a_pipeline_whose_pass_lacks_what_it_requires():
-    needy = Pass(Stage.JOINT, verify, requires=frozenset({"a pass that is not there"}))
-    with pytest.raises(ValueError, match=r"pass verify requires \['a pass that is not there'\]"):
-        check_pipeline([*PIPELINE, needy])
 
 
 def test_launches_one_behind_the_other_may_share_a_collective():

@@ -11,7 +11,8 @@ from ranks import fake_world, on_ranks
 from torch import fx
 
 import vescale_compile as vc
-from vescale_compile.passes.context import REDUCE_SCATTER, Comm, GraphError, Part, Role, Use
+from vescale_compile.cost.collectives import REDUCE_SCATTER
+from vescale_compile.passes.context import Comm, GraphError, Part, Role, Use
 from vescale_compile.passes.summary import Direction, Kind
 from vescale_compile.runtime import quantized_ops
 

@@ -144,6 +144,20 @@ def test_full_reductions() -> None:
     assert not place(torch.zeros(7, 3)).isfinite().logical_not().any()
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.bool])
+def test_the_largest_and_the_smallest_element(dtype: torch.dtype) -> None:
+    for full in (each.mul(9).to(dtype) for each in tensors()):
+        ragged = place(full)
+        for name in ("max", "min"):
+            found = getattr(ragged, name)()
+            assert type(found) is torch.Tensor
+            assert torch.equal(found, getattr(full, name)())
+        if dtype.is_floating_point and full.ndim:
+            full[-1] = math.nan
+            assert place(full).max().isnan() and place(full).min().isnan()
+
+
 @on_ranks(2)
 def test_reductions_of_some_dimensions_are_refused() -> None:
     ragged = place(tensors()[0])

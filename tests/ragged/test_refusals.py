@@ -29,7 +29,7 @@ NEEDS_OTHER_ELEMENTS: dict[str, Callable[[RaggedDTensor], object]] = {
     "linear": lambda p: nn.functional.linear(torch.ones(2, 3), p),
     "matmul": lambda p: p @ torch.ones(3, 3),
     "matrix product of itself": lambda p: p @ p,
-    "max": lambda p: p.max(),
+    "largest of rows": lambda p: p.max(1),
     "mean of columns": lambda p: p.mean(1),
     "norm of rows": lambda p: p.norm(dim=1),
     "permute": lambda p: p.permute(1, 0),

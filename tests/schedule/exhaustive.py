@@ -8,6 +8,7 @@ where they are read; sooner frees nothing and could only stall.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ class _Search:
         state = (
             machine.position,
             machine.now,
-            machine.in_flight(),
+            _in_flight(machine),
             frozenset(machine.launched),
             frozenset(machine.done),
         )
@@ -96,22 +97,15 @@ class _Search:
 
     def _least_makespan(self, machine: Machine) -> float:
         to_compute = self.elapsed[-1] - self.elapsed[machine.position]
-        to_carry: dict[str, float] = {}
-        for transfers, seconds in machine.in_flight():
-            wire = machine.graph.transfers[transfers[0]].wire
-            to_carry[wire] = to_carry.get(wire, 0.0) + seconds
-        for job in self.jobs:
-            if job.transfers[0] not in machine.launched:
-                wire = machine.graph.transfers[job.transfers[0]].wire
-                to_carry[wire] = to_carry.get(wire, 0.0) + job.duration
-        return machine.now + max(to_compute, *to_carry.values(), 0.0)
+        to_launch = sum(job.duration for job in self.jobs if job.transfers[0] not in machine.launched)
+        return machine.now + max(to_compute, machine.backlog() + to_launch)
 
     def _next(self, machine: Machine) -> Iterator[Machine]:
         end = len(self.elapsed) - 1
         if machine.position < end and all(
             index in machine.launched for index in machine.lifetimes.needs[machine.position]
         ):
-            following = machine.fork()
+            following = _fork(machine)
             for index in machine.lifetimes.needs[machine.position]:
                 for transfers in [group for group in following.outstanding if index in group]:
                     following.wait(transfers)
@@ -119,13 +113,32 @@ class _Search:
             yield following
         for job in self.jobs:
             if job.transfers[0] not in machine.launched and job.ready <= machine.position:
-                following = machine.fork()
+                following = _fork(machine)
                 following.launch(job.transfers)
                 yield following
             elif job.transfers in machine.outstanding and (job.returned_bytes or machine.position == end):
-                following = machine.fork()
+                following = _fork(machine)
                 following.wait(job.transfers)
                 yield following
+
+
+def _fork(machine: Machine) -> Machine:
+    """An independent copy."""
+    twin = copy.copy(machine)
+    # What is done changes no more.
+    copies = {each.transfers: copy.copy(each) if each.stopped is None else each for each in machine.collectives}
+    twin.collectives = list(copies.values())
+    twin.outstanding = {transfers: copies[transfers] for transfers in machine.outstanding}
+    twin._lanes = {lane: [copies[each.transfers] for each in queue] for lane, queue in machine._lanes.items()}
+    twin.instructions, twin.runs = list(machine.instructions), list(machine.runs)
+    twin.launched, twin.done = set(machine.launched), set(machine.done)
+    return twin
+
+
+def _in_flight(machine: Machine) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """What is on the wire or waits for it, and the seconds that are left of each, lane by lane."""
+    flying = [each for each in machine.collectives if each.stopped is None]
+    return tuple((each.transfers, each.remaining) for each in sorted(flying, key=lambda each: each.lane))
 
 
 def _possible(job: Job) -> bool:

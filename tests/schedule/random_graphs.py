@@ -45,19 +45,18 @@ def sharded_steps(
 
 @st.composite
 def any_graphs(draw: st.DrawFn) -> TaskGraph:
-    """Up to five transfers of any kind, over two wires with two lanes each."""
+    """Up to five transfers of any kind, over two lanes."""
     positions = draw(st.integers(1, 5))
     numbers = st.integers(0, 6)
     compute = [Compute(f"task {i}", float(draw(numbers)), draw(numbers)) for i in range(positions)]
     uses = st.lists(st.integers(0, positions - 1), min_size=1, max_size=3, unique=True).map(sorted)
-    wakeups = {wire: draw(st.sampled_from([0.0, 1.0])) for wire in "xy"}
+    wakeup = draw(st.sampled_from([0.0, 1.0]))
     transfers = []
     for index in range(draw(st.integers(0, 5))):
         used = tuple(draw(uses))
         writers, readers = draw(st.sampled_from([((), used), (used, ()), (used[:1], used[1:])]))
         input_bytes = draw(numbers) if writers else 0
         output_bytes = min(draw(numbers), input_bytes) if writers and readers else draw(numbers) if readers else 0
-        wire = draw(st.sampled_from("xy"))
         transfers.append(
             Transfer(
                 f"transfer {index}",
@@ -68,11 +67,10 @@ def any_graphs(draw: st.DrawFn) -> TaskGraph:
                 input_bytes=input_bytes,
                 output_bytes=output_bytes,
                 scratch_bytes=draw(numbers),
-                lane=wire + draw(st.sampled_from("12")),
-                wire=wire,
+                lane=draw(st.sampled_from("xy")),
                 load=draw(st.sampled_from([0.0, 0.2])),
                 stretch=draw(st.sampled_from([1.0, 1.5])),
-                wakeup=wakeups[wire],
+                wakeup=wakeup,
                 launch=draw(st.sampled_from([0.0, 0.5])),
                 merge=draw(st.sampled_from([None, "mergeable"])),
             )

@@ -24,8 +24,7 @@ from vescale_compile.torch_internals import size_hint
 
 _aten = torch.ops.aten
 
-# Operators whose result is a view although they are not declared so.
-_VIEWS = frozenset({_aten._unsafe_view.default, _aten.lift_fresh.default})
+_UNDECLARED_VIEW = _aten._unsafe_view.default  # at run time it is one; its schema doesn't say so
 
 # Operators that read of their first argument only what they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
@@ -113,7 +112,7 @@ def _communicates(target: OpOverload) -> bool:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in _VIEWS)
+    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target is _UNDECLARED_VIEW)
 
 
 def _fusible(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ Both run the model on one window of a fixed shape [1, length], so that they shar
 sharded parameters each forward is collective: all ranks make the same calls.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
@@ -12,22 +12,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_compile.examples.text import batches
+from vescale_compile.examples.text import Batch
 
 
 @torch.no_grad()
 def mean_loss(
-    logits_of: Callable[[Tensor], Tensor], data: Tensor, *, windows: int, length: int, device: torch.device
+    logits_of: Callable[[Tensor], Tensor], data: Iterator[Batch], *, windows: int, device: torch.device
 ) -> float:
-    """Mean cross-entropy in nats per byte over `windows` windows of `data` on each rank."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """Mean cross-entropy in nats per byte over `windows` batches of each rank, of one window each."""
     total = torch.zeros((), device=device)
-    dealt = batches(data, batch=1, length=length, rank=rank, world_size=world_size, seed=0)
-    for tokens, labels in islice(dealt, windows):
+    for tokens, labels in islice(data, windows):
         logits = logits_of(tokens.to(device)).float()
         total += F.cross_entropy(logits.flatten(0, 1), labels.to(device).flatten())
     dist.all_reduce(total)
-    return total.item() / (windows * world_size)
+    return total.item() / (windows * dist.get_world_size())
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ class Recipe:
     Attributes:
         lr: default peak learning rate.
         build: makes it of a model and a learning rate.
-        granularity: gives the blocks that it needs whole; called late, because it may ask for the number of ranks.
+        granularity: gives the blocks that it needs whole; called late, so that this
+            module imports no optimizer that is not used.
     """
 
     lr: float

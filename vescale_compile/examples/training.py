@@ -3,6 +3,7 @@
 The process group is the caller's. All ranks call `train`; rank 0 prints.
 """
 
+import functools
 import json
 import math
 import os
@@ -100,14 +101,9 @@ def train(settings: TrainSettings, device: torch.device) -> Report:
     """Train on every rank of the default process group; each returns the report, and rank 0 prints it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text = read_text(settings.text)
-    data = batches(
-        text.train,
-        batch=settings.batch,
-        length=settings.seq,
-        rank=rank,
-        world_size=world_size,
-        seed=settings.seed,
-    )
+    deal = functools.partial(batches, length=settings.seq, rank=rank, world_size=world_size)
+    data = deal(text.train, batch=settings.batch, seed=settings.seed)
+    unseen = deal(text.validation, batch=1, seed=0)  # before any training: the text may be too short for it
     training = prepare(settings, device)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     report = Report(parameters, world_size)
@@ -121,12 +117,10 @@ def train(settings: TrainSettings, device: torch.device) -> Report:
     optimize(settings, training, data, report, device)
     if rank == 0:
         print("compiling for inference…", flush=True)
-    report.validation_loss = mean_loss(
-        training.forward, text.validation, windows=VALIDATION_WINDOWS, length=settings.seq, device=device
-    )
+    report.validation_loss = mean_loss(training.forward, unseen, windows=VALIDATION_WINDOWS, device=device)
     if settings.sample:
-        unseen = bytes(text.validation[:PROMPT_BYTES].tolist())
-        report.prompt = unseen.decode(errors="replace") if settings.prompt is None else settings.prompt
+        first_unseen = bytes(text.validation[:PROMPT_BYTES].tolist())
+        report.prompt = first_unseen.decode(errors="replace") if settings.prompt is None else settings.prompt
         sample = continuation(
             training.forward,
             report.prompt.encode(),

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ragged.dtensor import RaggedDTensor
 from .adamw8bit_kernel import Codebooks, Coefficients, run_compiled, step_blocks, step_elements
 from .adamw8bit_state import CODED, DENSE, Member
 from .blocks import Rectangle, rectangles
-from .units import local_elements
+from .units import local_elements, local_grad
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,7 @@ def runs_of(unit: Sequence[Member], states: Sequence[Mapping[str, Tensor]], *, j
 
 
 def _member_runs(member: Member, state: Mapping[str, Tensor]) -> Iterable[Run]:
-    param, grad = local_elements(member.param), member.param.grad
-    assert grad is not None
-    grad = local_elements(grad if isinstance(grad, RaggedDTensor) else grad.contiguous())
+    param, grad = local_elements(member.param), local_grad(member.param)
     if param.numel() == 0:
         return ()
     names = DENSE if member.grid is None else CODED

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..planner import Elements, Granularity, Rows
+from ..quantize import check_size
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,7 @@ class Blocks:
                 raise TypeError(f"tile is {self.tile!r}; give (rows, columns), or None")
             object.__setattr__(self, "tile", tuple(self.tile))
         for name, size in (("block", self.block), *(("tile", side) for side in self.tile or ())):
-            if type(size) is not int:
-                raise TypeError(f"{name} holds {size!r}; give whole numbers of elements")
-            if size < 1:
-                raise ValueError(f"{name} holds {size}; a block has at least 1 element")
+            check_size(name, size)
 
     def grid(self, shape: Sequence[int]) -> BlockGrid | None:
         """The blocks of a tensor of ``shape``; None if it is too small for any.

@@ -19,7 +19,7 @@ from ..runtime.agreement import agree
 from .gradients import check_gradients, is_usable
 from .groups import split_group, wrong_common_options
 from .layouts import Layout, check_state, layout_of, new_state
-from .units import describe, local_elements, mark_written, rank_prefix
+from .units import describe, local_elements, local_grad, mark_written, rank_prefix
 
 Members = list[tuple[Tensor, dict[str, Any]]]  # parameters and their groups
 
@@ -258,12 +258,6 @@ def members_of(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str | None
         names = group.get("param_names", [None] * len(group["params"]))
         for name, param in zip(names, group["params"], strict=True):
             yield (param[0], param[1], group) if isinstance(param, tuple) else (name, param, group)
-
-
-def local_grad(param: Tensor) -> Tensor:
-    """This rank's elements of a parameter's gradient: [numel]."""
-    assert param.grad is not None
-    return local_elements(param.grad if isinstance(param.grad, RaggedDTensor) else param.grad.contiguous())
 
 
 def scalar_lr(group: Mapping[str, Any]) -> Any:

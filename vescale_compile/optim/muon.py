@@ -16,10 +16,10 @@ from ..ragged.dtensor import RaggedDTensor
 from .hidden import is_hidden_matrix
 from .layouts import Layout, layout_of
 from .matrices import MatrixPlan, matrices_of, plan_matrices
-from .matrix_optimizer import MatrixOptimizer, Members, local_grad
+from .matrix_optimizer import MatrixOptimizer, Members
 from .muon_step import MatrixShard, MuonStep
 from .newton_schulz import NewtonSchulz, flops
-from .units import local_elements
+from .units import local_elements, local_grad
 
 
 class Muon(MatrixOptimizer):

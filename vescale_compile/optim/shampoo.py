@@ -18,10 +18,10 @@ from ..ragged.placement import RaggedShard
 from .hidden import is_hidden_matrix
 from .inverse_root import NoInverseRoot
 from .layouts import Layout, layout_of, new_state
-from .matrix_optimizer import MatrixOptimizer, Members, local_grad, members_of
+from .matrix_optimizer import MatrixOptimizer, Members, members_of
 from .shampoo_blocks import BlockGrid, block_counts, own_blocks
 from .shampoo_step import BlockedShard, Renewed, renewed_factors, step_blocks
-from .units import describe, local_elements, rank_prefix
+from .units import describe, local_elements, local_grad, rank_prefix
 
 _BLOCK = 1024
 

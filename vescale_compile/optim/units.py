@@ -35,6 +35,12 @@ def local_elements(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
+def local_grad(param: Tensor) -> Tensor:
+    """This rank's elements of a parameter's gradient: [numel]."""
+    assert param.grad is not None
+    return local_elements(param.grad if isinstance(param.grad, RaggedDTensor) else param.grad.contiguous())
+
+
 def mark_written(params: Iterable[Tensor]) -> None:
     """Counts the versions of parameters up, as writing to them does, also where this rank holds no element of one:
     whether values have changed since they were gathered is asked on every rank."""

@@ -29,6 +29,7 @@ from vescale_compile.ragged.local import (
     with_defaults,
 )
 from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.schemas import aliased
 
 aten = torch.ops.aten
 
@@ -50,9 +51,9 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _written_locals(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Locals that `func` wrote to. Below autograd nothing else counts the write, and who kept a copy must know."""
     values = [
-        args[i] if i < len(args) else kwargs.get(arg.name)
-        for i, arg in enumerate(func._schema.arguments)
-        if arg.alias_info is not None and arg.alias_info.is_write
+        args[position] if position < len(args) else kwargs.get(name)
+        for position, name, is_written in aliased(func)
+        if is_written
     ]
     tensors = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
     return [t._local_tensor for t in tensors if isinstance(t, RaggedDTensor) and not t._local_tensor.is_inference()]
@@ -306,6 +307,8 @@ _HANDLERS: dict[OpOverload, Handler] = {
     aten.all.default: reductions.all_nonzero,
     aten.any.default: reductions.any_nonzero,
     aten.linalg_vector_norm.default: reductions.vector_norm,
+    aten.max.default: reductions.extreme,
     aten.mean.default: reductions.total,
+    aten.min.default: reductions.extreme,
     aten.sum.default: reductions.total,
 }

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_compile.ragged.arriving import in_order_of_arrival
 from vescale_compile.ragged.dtensor import RaggedDTensor, wrap
-from vescale_compile.ragged.local import first_ragged, is_partial, refuse, same_layout, scalar_operand
+from vescale_compile.ragged.local import first_ragged, is_partial, local_of, refuse, same_layout, scalar_operand
 
 aten = torch.ops.aten
 
@@ -74,16 +74,12 @@ def _as_they_arrive(values: list[Any]) -> list[list[Any]]:
 
 def _run(func: OpOverload, values: list[Any], options: dict[str, Any]) -> Any:
     """Waits for the elements, and runs the operation on the local tensors."""
-    local = [[_local(item) for item in value] if _is_tensor_list(value) else value for value in values]
+    local = [[local_of(item) for item in value] if _is_tensor_list(value) else value for value in values]
     if func in _SAME_FOR_ALL:
         # As writing would, which ranks do that hold elements of these: all must see that values have changed.
         increment_version([tensor for tensor in local[0] if tensor.numel() == 0])
         local[0] = coalesced(local[0])
     return func(*local, **options)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def coalesced(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,9 +19,9 @@ def refuse(func: OpOverload, tensor: RaggedDTensor, reason: str) -> NoReturn:
     """Raises RaggedShardError, naming the operation, the tensor's global shape, the rank and the ways out."""
     raise RaggedShardError(
         f"{func} on {tensor!r}: {reason}. Call .full_tensor() for the whole tensor (on every rank), or "
-        f".to_local() for this rank's flat shard. In the forward of a module given to fully_shard a parameter is "
-        f"whole where it is read as an attribute of its module (self.linear.weight), and a shard where parameters(), "
-        f"named_parameters() or _parameters give it."
+        f".to_local() for this rank's flat shard. In the forward of a module given to fully_shard, and in a method "
+        f"given to register_forward_method, a parameter is whole where it is read as an attribute of its module "
+        f"(self.linear.weight), and a shard where parameters(), named_parameters() or _parameters give it."
     )
 
 
@@ -40,6 +40,11 @@ def with_defaults(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
     `defaults` are those of all arguments but the first.
     """
     return args + defaults[len(args) - 1 :]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def same_layout(first: DTensor, second: object) -> bool:

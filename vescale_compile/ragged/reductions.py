@@ -18,6 +18,7 @@ from vescale_compile.ragged.local import (
     first_ragged,
     is_partial,
     is_replicated,
+    local_of,
     refuse,
     with_defaults,
 )
@@ -42,7 +43,7 @@ def unscale_and_find_inf(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """GradScaler's division of gradients by the scale; a non-finite one is found on every rank or none."""
     tensors, found_inf, inverse_scale = args
     mesh = common_mesh(func, first_ragged(args, kwargs), tensors)
-    func(coalesced([_local(tensor) for tensor in tensors]), found_inf, inverse_scale)
+    func(coalesced([local_of(tensor) for tensor in tensors]), found_inf, inverse_scale)
     found_inf.copy_(_all_reduce(found_inf, "max", mesh))
 
 
@@ -78,6 +79,25 @@ def total(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     return result.to(dtype)
 
 
+def extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.max()`` and ``tensor.min()`` over the whole tensor; NaN where an element is."""
+    tensor: RaggedDTensor = args[0]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        # Autograd would look for the result in a plain tensor of the global shape.
+        refuse(func, tensor, "its gradient would be a whole plain tensor")
+    floats, is_max = tensor.dtype.is_floating_point, func is torch.ops.aten.max.default
+    local = tensor._local_tensor.to(torch.float32 if _is_short_float(tensor.dtype) else tensor.dtype)
+    local = local if floats else local.to(torch.int64)
+    limit = -math.inf if floats else torch.iinfo(torch.int64).min + 1
+    here = func(local) if local.numel() else local.new_full((), limit if is_max else -limit)
+    if not floats:
+        result = _all_reduce(here, "max" if is_max else "min", tensor.device_mesh)
+    else:
+        result = _all_reduce_max(here if is_max else -here, tensor.device_mesh)
+        result = result if is_max else -result
+    return result.to(tensor.dtype)
+
+
 def _norms(
     func: OpOverload,
     like: RaggedDTensor,
@@ -105,7 +125,7 @@ def _norms(
 
 
 def _local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    held = [_local(tensor) for tensor in tensors]
+    held = [local_of(tensor) for tensor in tensors]
     if dtype is None and all(_is_short_float(local.dtype) for local in held):
         dtype = torch.float32
     present = [local for local in held if local.numel() > 0]
@@ -121,10 +141,6 @@ def _is_sharded(func: OpOverload, like: RaggedDTensor, tensor: torch.Tensor) -> 
     if is_partial(tensor):
         refuse(func, like, f"the list also holds a tensor placed by {tensor.placements}; redistribute it")
     return not is_replicated(tensor)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _is_short_float(dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from vescale_compile.schedule.budget import BudgetError, check_budget, least_pea
 from vescale_compile.schedule.early import launched_early
 from vescale_compile.schedule.graph import Compute, TaskGraph, Transfer
 from vescale_compile.schedule.machine import ScheduleError
-from vescale_compile.schedule.program import Instruction, Launch, Placement, Run, Schedule, Wait
+from vescale_compile.schedule.program import Instruction, Launch, Run, Schedule, Wait
 from vescale_compile.schedule.search import Scheduled, find_schedule, synchronous_schedule
 from vescale_compile.schedule.simulate import Timeline, TransferSpan, simulate
 
@@ -19,7 +19,6 @@ __all__ = [
     "Compute",
     "Instruction",
     "Launch",
-    "Placement",
     "Run",
     "Schedule",
     "ScheduleError",

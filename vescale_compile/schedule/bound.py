@@ -19,10 +19,10 @@ class Bound:
     Attributes:
         compute: all the computation, and what launches and transfers take of the compute device. Those of repeated
             transfers are left out.
-        communication: all that the busiest wire must carry. Repeated transfers are left out as far as the budget
-            could at best allow it, and those that may share collectives pay one latency.
+        communication: all that the wire must carry. Repeated transfers are left out as far as the budget could at best
+            allow it, and those that may share collectives pay one latency.
         critical_path: the longest chain of what must follow one another: the transfers that a position needs, one
-            after another over their wire, or their launches; the computation from there; and the transfers that can't
+            after another over the wire, or their launches; the computation from there; and the transfers that can't
             be launched before, because nothing has been written to send, or for want of room for what they bring.
     """
 
@@ -40,27 +40,24 @@ def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     """Bounds the makespan of all schedules of ``graph`` whose peak memory is at most ``budget`` bytes."""
     room = [(_UNLIMITED if budget is None else budget) - nbytes for nbytes in _held(graph)]
     reached = _reached(graph)
-    communication, critical_path = 0.0, reached[-1]
-    for wire in dict.fromkeys(transfer.wire for transfer in graph.transfers):
-        carried = [transfer for transfer in graph.transfers if transfer.wire == wire]
-        communication = max(communication, _seconds(carried) - _most_saved(graph, carried, room))
-        critical_path = max(critical_path, _longest_tail(graph, carried, reached, room))
-    return Bound(graph.elapsed[-1] + _taken(graph), communication, critical_path)
+    return Bound(
+        compute=graph.elapsed[-1] + _taken(graph),
+        communication=max(0.0, _seconds(graph.transfers) - _most_saved(graph, room)),
+        critical_path=max(reached[-1], _longest_tail(graph, reached, room)),
+    )
 
 
 def _taken(graph: TaskGraph) -> float:
     """What transfers take of the compute device at least, or of the time in which it waits: their launches, and what
-    they load it by, but for what is on the wires meanwhile."""
-    launches = loaded = 0.0
-    shares: dict[str, float] = {}
+    they load it by, but for what is on the wire meanwhile."""
+    launches = loaded = most = 0.0
     for transfer in graph.transfers:
         share = min(1.0, transfer.load * transfer.stretch)
-        shares[transfer.wire] = max(shares.get(transfer.wire, 0.0), share)
+        most = max(most, share)
         if transfer.repeats is None:
             launches += transfer.launch
             loaded += share * transfer.wire_time
-    together = sum(shares.values())
-    return launches + max(0.0, loaded - launches * together) / max(1.0, together)
+    return launches + max(0.0, loaded - launches * most)
 
 
 def _held(graph: TaskGraph) -> list[int]:
@@ -83,7 +80,7 @@ def _held(graph: TaskGraph) -> list[int]:
 
 
 def _seconds(transfers: Iterable[Transfer]) -> float:
-    """What transfers take of one wire at least: mergeable ones could all share one collective."""
+    """What transfers take of the wire at least: mergeable ones could all share one collective."""
     total, shared = 0.0, defaultdict(list)
     for transfer in transfers:
         if transfer.merge is None:
@@ -102,7 +99,7 @@ def _reached(graph: TaskGraph) -> list[float]:
             due[transfer.deadline].append(transfer)
     reached = [0.0]
     launches = 0.0
-    brought: dict[str, list[Transfer]] = defaultdict(list)
+    brought: list[Transfer] = []
     for position, compute in enumerate(graph.compute):
         for transfer in due[position]:
             launches += transfer.launch
@@ -110,20 +107,20 @@ def _reached(graph: TaskGraph) -> list[float]:
                 writer = transfer.ready - 1
                 done = reached[writer] + graph.compute[writer].duration + transfer.duration
             else:
-                brought[transfer.wire].append(transfer)
-                done = _seconds(brought[transfer.wire])
+                brought.append(transfer)
+                done = _seconds(brought)
             reached[position] = max(reached[position], done)
         reached[position] = max(reached[position], graph.elapsed[position] + launches)
         reached.append(reached[position] + compute.duration)
     return reached
 
 
-def _most_saved(graph: TaskGraph, carried: Sequence[Transfer], room: Sequence[int]) -> float:
-    """No less than the seconds of one wire that kept outputs can save.
+def _most_saved(graph: TaskGraph, room: Sequence[int]) -> float:
+    """No less than the seconds of the wire that kept outputs can save.
 
     At each position the outputs kept for later must fit in the room that is left there. The tightest one counts.
     """
-    gaps = [(transfer, _gap(graph, transfer)) for transfer in carried if transfer.repeats is not None]
+    gaps = [(transfer, graph.gap(transfer)) for transfer in graph.transfers if transfer.repeats is not None]
     edges = sorted({edge for _, gap in gaps for edge in (gap.start, gap.stop)})
     saved = total = sum(transfer.duration for transfer, _ in gaps)
     for start, stop in pairwise(edges):
@@ -134,18 +131,16 @@ def _most_saved(graph: TaskGraph, carried: Sequence[Transfer], room: Sequence[in
     return saved
 
 
-def _longest_tail(
-    graph: TaskGraph, carried: Sequence[Transfer], reached: Sequence[float], room: Sequence[int]
-) -> float:
-    """The latest end of what one wire can only carry after some compute task.
+def _longest_tail(graph: TaskGraph, reached: Sequence[float], room: Sequence[int]) -> float:
+    """The latest end of what the wire can only carry after some compute task.
 
     That is what is written by that task or later, and what is read later and was not there during the task; what
     was must have fitted in the room that was left.
     """
     longest = 0.0
-    for position in sorted({transfer.ready - 1 for transfer in carried if transfer.ready}):
-        written = [transfer for transfer in carried if transfer.ready > position]
-        awaited = [transfer for transfer in carried if not transfer.ready and _awaited(graph, transfer, position)]
+    for position in sorted({transfer.ready - 1 for transfer in graph.transfers if transfer.ready}):
+        written = [each for each in graph.transfers if each.ready > position]
+        awaited = [each for each in graph.transfers if not each.ready and _awaited(graph, each, position)]
         end = reached[position] + graph.compute[position].duration
         longest = max(longest, end + _seconds([*written, *awaited]) - _knapsack(awaited, room[position]))
     return longest
@@ -154,14 +149,8 @@ def _longest_tail(
 def _awaited(graph: TaskGraph, transfer: Transfer, position: int) -> bool:
     """Whether the output is read after ``position`` only, and takes room if it is there already."""
     if transfer.repeats is not None:
-        return position in _gap(graph, transfer)
+        return position in graph.gap(transfer)
     return position < min(transfer.readers)
-
-
-def _gap(graph: TaskGraph, transfer: Transfer) -> range:
-    """Positions at which the output that ``transfer`` repeats is held for its readers alone, if it is kept."""
-    assert transfer.repeats is not None
-    return range(max(graph.transfers[transfer.repeats].readers) + 1, min(transfer.readers))
 
 
 def _knapsack(transfers: Iterable[Transfer], room: int) -> float:

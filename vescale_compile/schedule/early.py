@@ -1,9 +1,9 @@
 """Launches as early as they may be: a schedule that trusts predicted times no more than it has to.
 
-The list scheduler launches what keeps a wire busy by prediction. Where computation takes longer than predicted, or the
-wire less, the next launch comes late and the wire rests; and messages of gloo that are launched while one is in flight
-rest for as long as both sides take to learn of them, which goes unseen with others in between. With a few in flight
-neither shows, and more would only put their copies before the first computation.
+The list scheduler launches what keeps the wire busy by prediction. Where computation takes longer than predicted, or
+the wire less, the next launch comes late and the wire rests; and messages of gloo that are launched while one is in
+flight rest for as long as both sides take to learn of them, which goes unseen with others in between. With a few in
+flight neither shows, and more would only put their copies before the first computation.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Times are in seconds, memory in bytes. A *position* is an index into the computa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,11 +46,11 @@ class Transfer:
         input_bytes: of the buffer sent, where the schedule decides how long it lives.
         output_bytes: of the buffer received.
         scratch_bytes: of memory that only the collective uses.
-        lane: transfers of one lane run one after another in the order of their launches (a stream).
-        wire: transfers that run at the same time on lanes over one wire get equal shares of it.
-        load: share of the compute device that the transfer takes while it has its wire to itself, in [0, 1).
+        lane: transfers of one lane run one after another in the order of their launches (a stream). Lanes that are
+            busy at the same time get equal shares of the wire.
+        load: share of the compute device that the transfer takes while it has the wire to itself, in [0, 1).
         stretch: how many times longer it takes while the device computes beside it, at least 1.
-        wakeup: seconds that it takes longer if its wire is idle when it is launched; of merged transfers, the most.
+        wakeup: seconds that it takes longer if the wire is idle when it is launched; of merged transfers, the most.
         launch: seconds for which its launch keeps the device from computing; merged transfers pay each.
         repeats: index of the earlier transfer whose output this one brings once more (the gather for the
             backward): a schedule may keep that output instead.
@@ -66,7 +67,6 @@ class Transfer:
     output_bytes: int = 0
     scratch_bytes: int = 0
     lane: str = "communication"
-    wire: str = "wire"
     load: float = 0.0
     stretch: float = 1.0
     wakeup: float = 0.0
@@ -91,6 +91,11 @@ class Transfer:
         return min(self.readers, default=None)
 
 
+def seconds_together(transfers: Sequence[Transfer]) -> float:
+    """What transfers take as one collective, with the wire to itself."""
+    return max(transfer.latency for transfer in transfers) + sum(transfer.wire_time for transfer in transfers)
+
+
 @dataclass(frozen=True)
 class TaskGraph:
     """Computation in its order, and transfers in any order. Checks itself when made.
@@ -112,25 +117,12 @@ class TaskGraph:
                     f"{compute.live_bytes} must be finite and not negative"
                 )
         names: set[str] = set()
-        lanes: dict[str, str] = {}
         for index, transfer in enumerate(self.transfers):
             if transfer.name in names:
                 raise ValueError(f"two transfers are named {transfer.name!r}; names must be unique")
             names.add(transfer.name)
-            if lanes.setdefault(transfer.lane, transfer.wire) != transfer.wire:
-                raise ValueError(f"transfer {transfer.name!r}: lane {transfer.lane!r} is on two wires")
             if problem := self._problem(transfer) or self._repeat_problem(index, transfer):
                 raise ValueError(f"transfer {transfer.name!r}: {problem}")
-        if (load := sum(self.peak_loads.values())) >= 1:
-            raise ValueError(f"transfers take {load:.2f} of the compute device at once; it must be less than 1")
-
-    @cached_property
-    def peak_loads(self) -> dict[str, float]:
-        """The largest load on each wire; what runs at once on one wire loads the device by no more."""
-        loads: dict[str, float] = {}
-        for transfer in self.transfers:
-            loads[transfer.wire] = max(loads.get(transfer.wire, 0.0), transfer.load)
-        return loads
 
     @cached_property
     def elapsed(self) -> tuple[float, ...]:
@@ -145,6 +137,11 @@ class TaskGraph:
         """Bytes live between two compute tasks: no more than in either of them."""
         live = [self.compute[p].live_bytes for p in (position - 1, position) if 0 <= p < len(self.compute)]
         return min(live)
+
+    def gap(self, transfer: Transfer) -> range:
+        """Positions through which the output that ``transfer`` repeats is held for nothing but it, if it is kept."""
+        assert transfer.repeats is not None
+        return range(max(self.transfers[transfer.repeats].readers) + 1, min(transfer.readers))
 
     def _problem(self, transfer: Transfer) -> str | None:
         positions = transfer.writers + transfer.readers

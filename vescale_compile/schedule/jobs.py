@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vescale_compile.schedule.graph import TaskGraph
+from vescale_compile.schedule.graph import TaskGraph, seconds_together
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 
@@ -19,7 +19,6 @@ class Job:
 
     Attributes:
         transfers: indices in the graph.
-        wire: that carries it.
         ready: the first position before which it can be launched.
         deadline: the position before which it must be done; the number of positions where that is the end.
         duration: seconds, with the wire to itself.
@@ -30,7 +29,6 @@ class Job:
     """
 
     transfers: tuple[int, ...]
-    wire: str
     ready: int
     deadline: int
     duration: float
@@ -82,7 +80,7 @@ def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tup
         if job.ready:
             ready[job.ready].append(job)
         else:
-            due[min(job.deadline, positions - 1)].append(job)
+            due[job.deadline].append(job)
     peaks = []
     for position in range(positions):
         machine.peak = 0
@@ -113,10 +111,9 @@ def job_of(graph: TaskGraph, group: tuple[int, ...]) -> Job:
     deadlines = [len(graph.compute) if part.deadline is None else part.deadline for part in parts]
     return Job(
         transfers=group,
-        wire=parts[0].wire,
         ready=max(part.ready for part in parts),
         deadline=min(deadlines),
-        duration=max(part.latency for part in parts) + sum(part.wire_time for part in parts),
+        duration=seconds_together(parts),
         launch=sum(part.launch for part in parts),
         output_bytes=sum(part.output_bytes for part in parts),
         scratch_bytes=sum(part.scratch_bytes for part in parts),

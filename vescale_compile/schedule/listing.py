@@ -1,10 +1,10 @@
 """The list scheduler: walks through the computation once and launches what a policy prefers and memory allows.
 
-Before each compute task it fills every wire with work that lasts until the task will be over. A launch must leave
-room for all that is still to come in its most frugal form (what is in flight waited for, each gather just before it
-is read, each reduction waited for at once), so the walk never runs into a dead end. Reductions are waited for where
-their buffers and their scratch are needed: those that are done already whenever that makes room for a launch, others
-only when the next compute task would not fit.
+Before each compute task it gives the wire work that lasts until the task will be over. A launch must leave room for
+all that is still to come in its most frugal form (what is in flight waited for, each gather just before it is read,
+each reduction waited for at once), so the walk never runs into a dead end. Reductions are waited for where their
+buffers and their scratch are needed: those that are done already whenever that makes room for a launch, others only
+when the next compute task would not fit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 from vescale_compile.schedule.policies import Policy
 
-_LOOKED_AT = 4  # gathers that an impatient wire considers
+_LOOKED_AT = 4  # gathers that an impatient walk considers
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def list_schedule(
         budget: bytes that no instruction may exceed.
         policy: which job goes first.
         ahead: how many collectives may have been launched before the compute task that waits for them is next.
-        patient: whether a wire waits for the preferred job where that does not fit yet, or takes the next one.
+        patient: whether the wire waits for the preferred job where that does not fit yet, or takes the next one.
         limit: seconds; a program that can't but take longer is of no interest.
 
     Returns:
@@ -103,28 +103,22 @@ class _Walk:
         self.elapsed = frame.lifetimes.graph.elapsed
         # Bytes by position: the least, and what launches ahead of time add to it.
         self.reserved = list(frame.least)
-        self.free: dict[str, list[Job]] = {job.wire: [] for job in frame.jobs}  # the earliest deadline last
-        self.written: dict[str, list[Job]] = {wire: [] for wire in self.free}  # launchable since it was written
-        for job in reversed(frame.jobs):
-            if not job.ready:
-                self.free[job.wire].append(job)
+        self.free = [job for job in reversed(frame.jobs) if not job.ready]  # the earliest deadline last
+        self.written: list[Job] = []  # what has been written and not launched
         self.flying: list[Job] = []  # launched and not waited for, in launch order
         self.early = 0  # of them, those that a compute task later than the next one waits for
-        self.to_launch = dict.fromkeys(self.free, 0.0)  # seconds of wire
-        self.launches = sum(job.launch for job in frame.jobs)  # seconds of launches that are to come
-        for job in frame.jobs:
-            self.to_launch[job.wire] += job.duration
+        self.to_carry = sum(job.duration for job in frame.jobs)  # seconds of the wire, for launches that are to come
+        self.launches = sum(job.launch for job in frame.jobs)  # seconds that those launches take
 
     def least_makespan(self) -> float:
         """Seconds that the program will take at least."""
-        to_carry = (seconds + self.machine.backlog(wire) for wire, seconds in self.to_launch.items())
         to_do = self.elapsed[-1] - self.elapsed[self.machine.position] + self.launches
-        return self.machine.now + max(to_do, *to_carry, 0.0)
+        return self.machine.now + max(to_do, self.to_carry + self.machine.backlog(), 0.0)
 
     def step(self, position: int) -> None:
         """Schedules all up to the end of one compute task."""
         due = self.frame.due[position]
-        self._add_written(position)
+        self.written += self.frame.becomes_ready[position]
         self.early -= sum(1 for job in due if not job.ready and job.transfers in self.machine.outstanding)
         self._make_room(position)
         for job in due:
@@ -139,38 +133,33 @@ class _Walk:
     def finish(self) -> None:
         """Launches what is left, and waits for all."""
         end = len(self.frame.least)
-        self._add_written(end)
-        while pending := self._pending():
-            size = min(pending, key=self._rank).taken_bytes
+        self.written += self.frame.becomes_ready[end]
+        while self.written:
+            size = min(self.written, key=self._rank).taken_bytes
             self._wait_for_room(lambda size=size: size <= self._room)  # type: ignore[misc]
-            self._launch(self._preferred(pending), end)
+            self._launch(self._preferred(self.written), end)
         for job in list(self.flying):
             self._wait(job)
 
-    def _add_written(self, position: int) -> None:
-        for job in self.frame.becomes_ready[position]:
-            self.written[job.wire].append(job)
-
     def _fill(self, position: int) -> None:
-        """Gives each wire work until the compute task at ``position``, which may have to wait, will be over."""
-        for wire in self.free:
-            while self.machine.backlog(wire) < self._until_over(position):
-                job = self._choose(wire, position)
-                if job is None:
-                    break
-                self._launch(job, position)
+        """Gives the wire work until the compute task at ``position``, which may have to wait, will be over."""
+        while self.machine.backlog() < self._until_over(position):
+            job = self._choose(position)
+            if job is None:
+                break
+            self._launch(job, position)
 
     def _until_over(self, position: int) -> float:
         """Seconds until the next compute task will be over, what it waits for included."""
         machine = self.machine
         due = [job for job in self.frame.due[position] if job.transfers in machine.outstanding]
-        stall = max((machine.backlog(job.wire, job.transfers[0]) for job in due), default=0.0)
+        stall = max((machine.backlog(job.transfers[0]) for job in due), default=0.0)
         return stall + machine.graph.compute[position].duration
 
-    def _choose(self, wire: str, position: int) -> Job | None:
-        candidates = self.written[wire][:]
+    def _choose(self, position: int) -> Job | None:
+        candidates = self.written[:]
         if self.early < self.ahead:
-            candidates += self.free[wire][-1 if self.patient else -_LOOKED_AT :]
+            candidates += self.free[-1 if self.patient else -_LOOKED_AT :]
         for job in sorted(candidates, key=self._rank):
             if self._fits(job, position):
                 return job
@@ -183,7 +172,7 @@ class _Walk:
 
     def _slack(self, job: Job) -> float:
         until = self.elapsed[job.deadline] - self.elapsed[self.machine.position]
-        return until - self.machine.backlog(job.wire) - job.duration
+        return until - self.machine.backlog() - job.duration
 
     def _fits(self, job: Job, position: int) -> bool:
         """Whether there is room to launch ``job`` now, once what is done has given back what it can."""
@@ -197,7 +186,7 @@ class _Walk:
         frame, flying = self.frame, (*self.flying, *launched)
         held = self.machine.held + sum(job.taken_bytes for job in launched)
         running = held - sum(job.returned_bytes for job in flying if job.deadline == position)
-        pending = [job for job in self._pending() if job not in launched]
+        pending = [job for job in self.written if job not in launched]
         after = held - sum(job.returned_bytes for job in flying)
         after += _one_by_one([*pending, *frame.becomes_ready[position + 1]])
         most = max(held + frame.between[position], running + frame.running[position], after + frame.after[position])
@@ -206,7 +195,7 @@ class _Walk:
     def _make_room(self, position: int) -> None:
         """Waits for reductions, launching them if need be, until the next compute task fits."""
         self._wait_for_room(lambda: self._excess_with_due(position) <= 0)
-        while self._excess_with_due(position) > 0 and (pending := [j for j in self._pending() if j.returned_bytes]):
+        while self._excess_with_due(position) > 0 and (pending := [j for j in self.written if j.returned_bytes]):
             job = self._preferred(pending)
             self._launch(job, position)
             self._wait(job)
@@ -220,10 +209,6 @@ class _Walk:
     def _room(self) -> int:
         """Bytes that a launch may take now."""
         return self.budget - self.machine.held - self.frame.between[self.machine.position]
-
-    def _pending(self) -> list[Job]:
-        """What has been written and not launched."""
-        return [job for jobs in self.written.values() for job in jobs]
 
     def _preferred(self, pending: Sequence[Job]) -> Job:
         """The first by rank of those that there is room for; where there is none, what takes the least."""
@@ -240,13 +225,13 @@ class _Walk:
 
     def _launch(self, job: Job, position: int) -> None:
         if job.ready:
-            self.written[job.wire].remove(job)
+            self.written.remove(job)
         else:
-            self.free[job.wire].remove(job)
+            self.free.remove(job)
             self.early += job.deadline > position
             for later in range(position, job.deadline):
                 self.reserved[later] += job.output_bytes
-        self.to_launch[job.wire] -= job.duration
+        self.to_carry -= job.duration
         self.launches -= job.launch
         self.machine.launch(job.transfers)
         self.flying.append(job)

@@ -1,14 +1,14 @@
 """The machine that schedules are made for: it runs instructions one by one, and knows time and memory.
 
-It is the one model of execution: the list scheduler asks it what is going on, an exhaustive search forks it,
-and the simulator's report is its record. Times are in seconds, memory in bytes.
+It is the one model of execution: the list scheduler asks it what is going on, and the simulator's report is its
+record. Times are in seconds, memory in bytes.
 
 - A compute task runs when everything before it in the program is done, and all transfers it reads are.
 - A lane runs its collectives one after another, in launch order; one starts no sooner than its launch, that is
   after the computation that precedes it in the program (as a stream waits for the event recorded at a launch).
-- Lanes over one wire that are busy at the same time share it equally.
+- There is one wire. Lanes that are busy at the same time share it equally.
 - A launch takes time in which nothing is computed, and what is in flight, the collective itself too, goes on.
-- A collective that is launched while nothing goes over its wire takes longer, by its wakeup.
+- A collective that is launched while nothing goes over the wire takes longer, by its wakeup.
 - A transfer that loads the compute device slows the computation that runs beside it, and may be slowed by it.
 - Memory follows the program, not the clock, so it does not depend on the durations being right: a buffer lives
   from the instruction that needs it to the one after which nothing does.
@@ -16,9 +16,9 @@ and the simulator's report is its record. Times are in seconds, memory in bytes.
 
 from __future__ import annotations
 
-from vescale_compile.schedule.graph import TaskGraph
+from vescale_compile.schedule.graph import TaskGraph, seconds_together
 from vescale_compile.schedule.lifetimes import Lifetimes
-from vescale_compile.schedule.program import Instruction, Launch, Run, Wait, names
+from vescale_compile.schedule.program import Instruction, Launch, Run, Wait
 
 
 class ScheduleError(ValueError):
@@ -28,24 +28,17 @@ class ScheduleError(ValueError):
 class Collective:
     """One or more transfers that were launched together, in flight or done."""
 
-    __slots__ = ("lane", "launched", "load", "remaining", "started", "stopped", "stretch", "transfers", "wire")
+    __slots__ = ("lane", "load", "remaining", "started", "stopped", "stretch", "transfers")
 
-    def __init__(self, graph: TaskGraph, transfers: tuple[int, ...], now: float) -> None:
+    def __init__(self, graph: TaskGraph, transfers: tuple[int, ...]) -> None:
         parts = [graph.transfers[index] for index in transfers]
         self.transfers = transfers
-        self.lane, self.wire = parts[0].lane, parts[0].wire
+        self.lane = parts[0].lane
         self.load = max(part.load for part in parts)
         self.stretch = max(part.stretch for part in parts)
-        self.remaining = max(part.latency for part in parts) + sum(part.wire_time for part in parts)
-        self.launched = now
+        self.remaining = seconds_together(parts)
         self.started: float | None = None
         self.stopped: float | None = None
-
-    def fork(self) -> Collective:
-        twin = object.__new__(Collective)
-        for field in Collective.__slots__:
-            setattr(twin, field, getattr(self, field))
-        return twin
 
 
 class Machine:
@@ -59,7 +52,7 @@ class Machine:
         outstanding: collectives launched and not waited for, in launch order.
         runs: start and stop of each compute task so far, seconds.
         busy_until: seconds at which the last computation or launch ended.
-        stalls: seconds that each wait took, if it took any.
+        exposed: seconds for which the computation has stood still in waits.
     """
 
     def __init__(self, lifetimes: Lifetimes) -> None:
@@ -75,20 +68,8 @@ class Machine:
         self.collectives: list[Collective] = []
         self.runs: list[tuple[float, float]] = []
         self.busy_until = 0.0
-        self.stalls: dict[tuple[int, ...], float] = {}
+        self.exposed = 0.0
         self._lanes: dict[str, list[Collective]] = {}
-
-    def fork(self) -> Machine:
-        """An independent copy."""
-        twin = object.__new__(Machine)
-        twin.__dict__.update(self.__dict__)
-        copies = {id(collective): collective.fork() for collective in self.collectives}
-        twin.collectives = [copies[id(collective)] for collective in self.collectives]
-        twin.outstanding = {key: copies[id(collective)] for key, collective in self.outstanding.items()}
-        twin._lanes = {lane: [copies[id(item)] for item in queue] for lane, queue in self._lanes.items()}
-        twin.instructions, twin.runs = list(self.instructions), list(self.runs)
-        twin.launched, twin.done, twin.stalls = set(self.launched), set(self.done), dict(self.stalls)
-        return twin
 
     def execute(self, instruction: Instruction) -> None:
         """Runs one instruction.
@@ -110,10 +91,10 @@ class Machine:
         parts = [self.graph.transfers[index] for index in transfers]
         self.instructions.append(Launch(transfers))
         self.launched.update(transfers)
-        collective = Collective(self.graph, transfers, self.now)
+        collective = Collective(self.graph, transfers)
         self.outstanding[transfers] = collective
         self.collectives.append(collective)
-        if not any(queue and queue[0].wire == collective.wire for queue in self._lanes.values()):
+        if not any(self._lanes.values()):
             collective.remaining += max(part.wakeup for part in parts)
         queue = self._lanes.setdefault(collective.lane, [])
         queue.append(collective)
@@ -127,13 +108,12 @@ class Machine:
         """Waits for a collective, and gives its input and its scratch back."""
         collective = self.outstanding.pop(transfers, None)
         if collective is None:
-            raise ScheduleError(f"{names(self.graph, transfers)}: waited for, but not in flight")
+            raise ScheduleError(f"{_name(self.graph, transfers)}: waited for, but not in flight")
         self.instructions.append(Wait(transfers))
         before = self.now
         while collective.stopped is None:
             self._advance(None, computing=False)
-        if self.now > before:
-            self.stalls[transfers] = self.now - before
+        self.exposed += self.now - before
         self.done.update(transfers)
         parts = [self.graph.transfers[index] for index in transfers]
         self.held -= sum(part.input_bytes + part.scratch_bytes for part in parts)
@@ -162,27 +142,22 @@ class Machine:
             seconds = self._advance(seconds, computing)
         self.busy_until = self.now
 
-    def backlog(self, wire: str, through: int | None = None) -> float:
+    def backlog(self, through: int | None = None) -> float:
         """Seconds that the wire has still to carry: all, or what lies before the end of the transfer ``through``."""
         total, alone, lanes = 0.0, 0.0, []
         for queue in self._lanes.values():
-            if queue and queue[0].wire == wire:
-                carried = 0.0
-                for item in queue:
-                    carried += item.remaining
-                    if through in item.transfers:
-                        alone = carried
-                lanes.append(carried)
-                total += carried
+            carried = 0.0
+            for item in queue:
+                carried += item.remaining
+                if through in item.transfers:
+                    alone = carried
+            lanes.append(carried)
+            total += carried
         return total if through is None else sum(min(carried, alone) for carried in lanes)
-
-    def in_flight(self) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """What the lanes have still to do: collectives and seconds of wire, lane by lane."""
-        return tuple((item.transfers, item.remaining) for lane in sorted(self._lanes) for item in self._lanes[lane])
 
     def _check_launch(self, transfers: tuple[int, ...]) -> None:
         parts = [self.graph.transfers[index] for index in transfers]
-        name = names(self.graph, transfers)
+        name = _name(self.graph, transfers)
         if not parts:
             raise ScheduleError("a collective of no transfers was launched")
         if len(parts) > 1 and (parts[0].merge is None or len({(part.merge, part.lane) for part in parts}) > 1):
@@ -204,15 +179,12 @@ class Machine:
         if work is not None and not heads:
             self.now += work
             return 0.0
-        busy: dict[str, int] = {}
-        for head in heads:
-            busy[head.wire] = busy.get(head.wire, 0) + 1
-        slower = [busy[head.wire] * (head.stretch if computing else 1.0) for head in heads]
+        slower = [len(heads) * (head.stretch if computing else 1.0) for head in heads]
         times = [head.remaining * factor for head, factor in zip(heads, slower, strict=True)]
         step = min(times)
         speed = 1.0
         if computing:
-            speed -= sum(head.load / busy[head.wire] for head in heads)
+            speed -= sum(head.load / len(heads) for head in heads)
         if work is not None:
             if work <= step * speed:
                 step, work = work / speed, 0.0
@@ -232,3 +204,7 @@ class Machine:
         queue.pop(0)
         if queue:
             queue[0].started = self.now
+
+
+def _name(graph: TaskGraph, transfers: tuple[int, ...]) -> str:
+    return " + ".join(graph.transfers[index].name for index in transfers)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
-
-from vescale_compile.schedule.graph import TaskGraph
 
 
 class Run(NamedTuple):
@@ -30,17 +27,6 @@ class Wait(NamedTuple):
 Instruction = Run | Launch | Wait
 
 
-class Placement(NamedTuple):
-    """One collective: the positions before which it is launched and waited for.
-
-    The position after the last compute task stands for the end.
-    """
-
-    transfers: tuple[int, ...]
-    launch: int
-    wait: int
-
-
 @dataclass(frozen=True)
 class Schedule:
     """A program of a task graph.
@@ -52,39 +38,3 @@ class Schedule:
 
     instructions: tuple[Instruction, ...]
     kept: frozenset[int] = frozenset()
-
-    @cached_property
-    def placements(self) -> tuple[Placement, ...]:
-        """The collectives in the order of their launches."""
-        position = 0
-        launched: dict[tuple[int, ...], int] = {}
-        waited: dict[tuple[int, ...], int] = {}
-        for instruction in self.instructions:
-            match instruction:
-                case Run(done):
-                    position = done + 1
-                case Launch(transfers):
-                    launched[transfers] = position
-                case Wait(transfers):
-                    waited[transfers] = position
-        return tuple(Placement(transfers, at, waited[transfers]) for transfers, at in launched.items())
-
-    def describe(self, graph: TaskGraph) -> str:
-        """One line for each instruction, by the names of ``graph``'s tasks."""
-        return "\n".join(describe(graph, instruction) for instruction in self.instructions)
-
-
-def describe(graph: TaskGraph, instruction: Instruction) -> str:
-    """An instruction in words."""
-    match instruction:
-        case Run(position):
-            return f"run    {graph.compute[position].name}"
-        case Launch(transfers):
-            return f"launch {names(graph, transfers)}"
-        case Wait(transfers):
-            return f"wait   {names(graph, transfers)}"
-
-
-def names(graph: TaskGraph, transfers: tuple[int, ...]) -> str:
-    """The name of a collective."""
-    return " + ".join(graph.transfers[index].name for index in transfers)

@@ -9,8 +9,7 @@ from vescale_compile.schedule.graph import TaskGraph
 
 def free_to_keep(graph: TaskGraph) -> frozenset[int]:
     """Repeats whose readers come next after those of the first use: keeping that output takes no memory."""
-    gaps = {index: _gap(graph, index) for index in _repeats(graph)}
-    return frozenset(index for index, (start, stop) in gaps.items() if start == stop)
+    return frozenset(index for index in _repeats(graph) if not graph.gap(graph.transfers[index]))
 
 
 def keepable(graph: TaskGraph, least: Sequence[int], budget: int) -> tuple[int, ...]:
@@ -26,11 +25,12 @@ def keepable(graph: TaskGraph, least: Sequence[int], budget: int) -> tuple[int, 
     used = list(least)
     chosen = []
     for index in sorted(_repeats(graph), key=lambda index: (-_reward(graph, index), index)):
-        start, stop = _gap(graph, index)
+        gap = graph.gap(graph.transfers[index])
         size = graph.transfers[index].output_bytes
-        if max(used[start:stop], default=0) + size <= budget:
+        if max((used[position] for position in gap), default=0) + size <= budget:
             chosen.append(index)
-            used[start:stop] = [before + size for before in used[start:stop]]
+            for position in gap:
+                used[position] += size
     return tuple(chosen)
 
 
@@ -38,15 +38,8 @@ def _repeats(graph: TaskGraph) -> list[int]:
     return [index for index, transfer in enumerate(graph.transfers) if transfer.repeats is not None]
 
 
-def _gap(graph: TaskGraph, index: int) -> tuple[int, int]:
-    """Positions through which the output is held for nothing but its next use."""
-    transfer = graph.transfers[index]
-    assert transfer.repeats is not None
-    return max(graph.transfers[transfer.repeats].readers) + 1, min(transfer.readers)
-
-
 def _reward(graph: TaskGraph, index: int) -> float:
-    start, stop = _gap(graph, index)
-    held = graph.elapsed[stop] - graph.elapsed[start]
-    price = graph.transfers[index].output_bytes * held
-    return graph.transfers[index].duration / price if price else float("inf")
+    transfer = graph.transfers[index]
+    gap = graph.gap(transfer)
+    price = transfer.output_bytes * (graph.elapsed[gap.stop] - graph.elapsed[gap.start])
+    return transfer.duration / price if price else float("inf")

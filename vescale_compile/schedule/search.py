@@ -11,7 +11,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from vescale_compile.schedule.bound import Bound, lower_bound
+from vescale_compile.schedule.bound import lower_bound
 from vescale_compile.schedule.budget import check_budget, least_peak
 from vescale_compile.schedule.coarsen import coarsen
 from vescale_compile.schedule.graph import TaskGraph
@@ -34,6 +34,7 @@ _SWAPS = 200
 _SMALL = 40  # jobs
 _SETTINGS_OF_LARGE = 3
 _LIMIT = 1 + 1e-9
+_TOLERANCE = 0.01  # of the makespan, given up for memory where there is no budget: it can save gigabytes
 
 Setting = tuple[Policy, int, bool]
 _SETTINGS: tuple[Setting, ...] = tuple(itertools.product(POLICIES, _AHEAD, (True, False)))
@@ -41,51 +42,43 @@ _SETTINGS: tuple[Setting, ...] = tuple(itertools.product(POLICIES, _AHEAD, (True
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A schedule, what it would do, and what no schedule can beat."""
+    """A schedule and what it would do."""
 
     schedule: Schedule
     timeline: Timeline
-    bound: Bound
-
-    @property
-    def gap(self) -> float:
-        """By what share the makespan exceeds the lower bound."""
-        return self.timeline.makespan / self.bound.makespan - 1 if self.bound.makespan else 0.0
 
 
-def find_schedule(graph: TaskGraph, memory_budget: int | None = None, *, tolerance: float = 0.01) -> Scheduled:
+def find_schedule(graph: TaskGraph, memory_budget: int | None = None) -> Scheduled:
     """Finds a schedule with little exposed communication within a memory budget.
 
     Args:
         graph: what is to be run.
-        memory_budget: bytes that the peak must not exceed. None: as few as allow a makespan within ``tolerance``
-            of the best one found with no limit.
-        tolerance: share of the makespan that may be given up for memory where no budget is given.
+        memory_budget: bytes that the peak must not exceed. None: as few as allow a makespan within one percent of the
+            best one found with no limit.
 
     Raises:
         BudgetError: no schedule fits; it names the least budget and what takes it.
     """
-    if memory_budget is not None:
-        check_budget(graph, memory_budget)
     coarse = coarsen(graph, _PIECES)
     if memory_budget is None:
-        machine = _frugal(coarse.graph, tolerance)
+        machine = _frugal(coarse.graph)
     else:
+        check_budget(graph, memory_budget)
         machine = _Search(coarse.graph, memory_budget, 0.0).best
     schedule = coarse.expand(Schedule(tuple(machine.instructions), machine.lifetimes.kept))
-    return Scheduled(schedule, simulate(graph, schedule), lower_bound(graph, memory_budget))
+    return Scheduled(schedule, simulate(graph, schedule))
 
 
 def synchronous_schedule(graph: TaskGraph) -> Scheduled:
     """The schedule that overlaps nothing, in which each collective is waited for as soon as it is launched."""
     schedule = Schedule(tuple(most_frugal(graph)[0].instructions))
-    return Scheduled(schedule, simulate(graph, schedule), lower_bound(graph, None))
+    return Scheduled(schedule, simulate(graph, schedule))
 
 
-def _frugal(graph: TaskGraph, tolerance: float) -> Machine:
-    """The least memory that allows a makespan within ``tolerance`` of the best, by bisection."""
+def _frugal(graph: TaskGraph) -> Machine:
+    """The least memory that allows a makespan within the tolerance of the best, by bisection."""
     best = _Search(graph, _UNLIMITED, 0.0).best
-    enough, low = best.now * (1 + tolerance), least_peak(graph)
+    enough, low = best.now * (1 + _TOLERANCE), least_peak(graph)
     for _ in range(_BISECTIONS):
         budget = (low + best.peak) // 2
         if budget in (low, best.peak):

@@ -1,0 +1,40 @@
+"""Says so where most of a model is one unit: all of it is gathered at once, and nothing can be computed meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+from .runtime.dbuffer import DBuffer
+
+_log = logging.getLogger(__name__)
+_MOST = 0.9
+_MUCH_BYTES = 1 << 26
+
+
+def warn_of_one_unit(buffers: Sequence[DBuffer]) -> None:
+    """Warns, once, if one of a graph's buffers has more than 90 % of its model, and 64 MiB, and is of no divided block.
+
+    Args:
+        buffers: that the graph reads.
+    """
+    largest = max(buffers, key=_nbytes)
+    model = sum(map(_nbytes, largest.model.buffers))
+    if not largest.is_part and largest.mesh.size() > 1 and _nbytes(largest) > max(_MOST * model, _MUCH_BYTES):
+        _warn(largest.name, _nbytes(largest))
+
+
+def _nbytes(buffer: DBuffer) -> int:
+    return buffer.numel * buffer.param_dtype.itemsize
+
+
+@functools.cache
+def _warn(name: str, nbytes: int) -> None:
+    _log.warning(
+        "backend='vescale': unit %s is nearly the whole model, and is gathered at once (%.0f MB). Units are the "
+        "elements of nn.ModuleList; where blocks are kept otherwise, in nn.Sequential or nn.ModuleDict, call "
+        "fully_shard on each block, then on the model.",
+        name,
+        nbytes / 1e6,
+    )
