@@ -1,4 +1,4 @@
-"""What a pass is, and what passes know: typed descriptions of the graph's units and of its collectives."""
+"""What passes know: typed descriptions of the graph's units and of its collectives."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ def unshard_param(param: Tensor, place: str, accumulates: bool, dtype: torch.dty
     return eager.unsharded(bound(param))
 
 
-for function in (unshard_param, is_fake, bound):  # each by itself, where a module that is not compiled calls
-    never_start_tracing_at(function)
+never_start_tracing_at(unshard_param, is_fake, bound)
 
 
 def _check_compiled_by_us(param: Tensor) -> None:

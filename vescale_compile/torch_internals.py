@@ -427,9 +427,10 @@ def group_beside(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     return beside
 
 
-def never_start_tracing_at(function: Callable[..., Any]) -> None:
-    """Dynamo goes on inlining ``function``, but does not compile it by itself where its caller is not compiled."""
-    torch._dynamo.eval_frame.skip_code(function.__code__)
+def never_start_tracing_at(*functions: Callable[..., Any]) -> None:
+    """Dynamo goes on inlining them, but compiles none of them by itself where its caller is not compiled."""
+    for function in functions:
+        torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
 def _eager_backward_lowering() -> AbstractContextManager[None]:
