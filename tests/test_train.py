@@ -229,7 +229,7 @@ def test_under_torchrun_the_number_of_ranks_is_not_an_option(
 def test_counts_must_be_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(option, "0")
-    assert f"{option}: 0 is not a positive number" in capsys.readouterr().err
+    assert f"{option}: 0 is not at least 1" in capsys.readouterr().err
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:
