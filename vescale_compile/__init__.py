@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .ragged.dtensor import RaggedDTensor
     from .ragged.placement import RaggedShard
     from .rounding import load_rounding_state, rounding_state
-    from .sharded_module import register_forward_method
+    from .sharded_class import register_forward_method
     from .sharding import fully_shard
     from .simulation import simulate
 
@@ -51,7 +51,7 @@ _HOMES = {
     "explain": "vescale_compile.inspection",
     "fully_shard": "vescale_compile.sharding",
     "load_rounding_state": "vescale_compile.rounding",
-    "register_forward_method": "vescale_compile.sharded_module",
+    "register_forward_method": "vescale_compile.sharded_class",
     "rounding_state": "vescale_compile.rounding",
     "no_sync": "vescale_compile.accumulation",
     "simulate": "vescale_compile.simulation",

@@ -31,7 +31,7 @@ from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
 from .runtime.pool import SlotSpec, StepSlots, with_fresh_slots
 from .runtime.registered import registering_group
-from .sharded_module import anything_sharded
+from .sharded_class import anything_sharded
 from .shared_lowering import lowered_once
 from .torch_internals import (
     Cut,

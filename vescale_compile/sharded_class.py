@@ -1,0 +1,122 @@
+"""The class that a sharded module is given: of the same name, with a property for each sharded parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .ragged.dtensor import RaggedDTensor
+from .runtime.marker import unshard_param
+from .sharded_module import Access, ShardedModule, Unit, in_forward
+from .torch_internals import in_backward, never_start_tracing_at
+
+
+def make_sharded(module: nn.Module, access: dict[str, Access], unit: Unit | None) -> None:
+    """Gives ``module`` the class that reads the parameters named in ``access`` as sharded ones."""
+    if isinstance(module, ShardedModule):
+        module._vescale_access.update(access)
+        module._vescale_unit = unit or module._vescale_unit
+    else:
+        module.__dict__["_vescale_access"] = dict(access)
+        module.__dict__["_vescale_unit"] = unit
+        module.__dict__["_vescale_methods"] = ()
+    _choose_class(module)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has a method of a sharded module gather and read its parameters as the module's forward does.
+
+    As ``torch.distributed.fsdp.register_fsdp_forward_method``. Call it after ``fully_shard``, on every rank, for each
+    method that is called from outside a forward, as ``encode`` of an autoencoder.
+
+    Args:
+        module: given to ``fully_shard``, or a part of it that has parameters of its own.
+        method_name: of its class.
+
+    Raises:
+        ValueError: the module is not sharded, or has no such method.
+    """
+    if not isinstance(module, ShardedModule):
+        raise ValueError(
+            f"register_forward_method: this {type(module).__name__} is not sharded: call fully_shard first, and give "
+            "the module that it was called on, or one with parameters of its own"
+        )
+    if not callable(getattr(type(module), method_name, None)):
+        raise ValueError(f"register_forward_method: {type(module).__name__} has no method {method_name!r}")
+    if method_name not in ("forward", *module._vescale_methods):
+        module._vescale_methods += (method_name,)
+        _choose_class(module)
+
+
+def _choose_class(module: nn.Module) -> None:
+    names, methods = (tuple(vars(module)[key]) for key in ("_vescale_access", "_vescale_methods"))
+    original = next(cls for cls in type(module).__mro__ if not issubclass(cls, ShardedModule))
+    module.__class__ = _sharded_class(cast(type[nn.Module], original), names, methods)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: tuple[str, ...]) -> type[nn.Module]:
+    """One class for all modules alike, so that Dynamo's code and guards serve every layer.
+
+    It keeps the name of the original class: libraries decide by it.
+    """
+    body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    body["__module__"], body["__qualname__"] = original.__module__, original.__qualname__
+    body["__doc__"] = original.__doc__
+    body |= {name: _like_forward(getattr(original, name)) for name in methods}
+    for method in (ShardedModule.forward, ShardedModule._vescale_unit_forward, ShardedModule._vescale_forward):
+        body[method.__name__] = _with_code_of_its_own(method, original)
+    for name in ("forward", *methods):
+        with contextlib.suppress(TypeError, ValueError):  # of what is written in C, say
+            body[name].__signature__ = inspect.signature(getattr(original, name))  # libraries pass what it names
+    if issubclass(original, nn.RNNBase):
+        body["flatten_parameters"] = _leave_in_place
+    return type(original.__name__, (ShardedModule, original), body)
+
+
+def _like_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+        return self._vescale_unit_forward(functools.partial(method, self), args, kwargs)
+
+    return run
+
+
+def _with_code_of_its_own(method: Callable[..., Any], original: type[nn.Module]) -> Callable[..., Any]:
+    """For Dynamo, whose recompile limit is that of a code object: all sharded classes would share one."""
+    function = cast(FunctionType, method)
+    code = function.__code__.replace(co_qualname=f"{original.__qualname__}.{function.__name__}")
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _leave_in_place(rnn: nn.RNNBase) -> None:
+    """In the place of ``flatten_parameters``, which would move gathered weights to memory of cuDNN's."""
+
+
+def anything_sharded() -> bool:
+    """Whether this process ever sharded a module."""
+    return _sharded_class.cache_info().currsize > 0
+
+
+def _reader(name: str) -> Callable[[ShardedModule], Any]:
+    def read(module: ShardedModule) -> Any:
+        if name not in module._parameters:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        param = module._parameters[name]
+        if not isinstance(param, RaggedDTensor):
+            return param  # None, or another tensor put in its place (torch.func.functional_call)
+        # In a backward, a checkpointed function runs again, and not every such function is a module's forward.
+        if torch.compiler.is_compiling() or in_forward.running or in_backward():
+            access = module._vescale_access[name]
+            buffer = access.buffer
+            return unshard_param(param, access.place, buffer.sync.accumulates, buffer.param_dtype)
+        return param
+
+    never_start_tracing_at(read)
+    return read

@@ -1,0 +1,119 @@
+"""What ``fully_shard`` reads of its arguments, and refuses, before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .mesh import DataParallelMesh, whole_mesh
+from .planner import Granularity
+from .ragged.dtensor import RaggedDTensor
+from .sharded_module import unit_of
+
+GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
+
+
+def check_arguments(module: object, reshard_after_forward: object, mp_policy: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard: module is {type(module).__name__}; give an nn.Module")
+    for name, part in module.named_modules():
+        if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
+            raise RuntimeError(
+                f"fully_shard: {name or 'the module'} was compiled already. Call fully_shard first, then torch.compile."
+            )
+        if "forward" in vars(part):
+            raise ValueError(
+                f"fully_shard: {name or 'the module'} has a forward of its own, set on the instance, which would "
+                "bypass its class's. Call fully_shard first, or define forward in the class."
+            )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"fully_shard: an {type(module).__name__} has no forward, so nothing says when its parameters are "
+            "needed. Call fully_shard on each of its elements."
+        )
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; give True or False")
+    if not isinstance(mp_policy, MixedPrecisionPolicy | None):
+        raise TypeError(f"fully_shard: mp_policy is {mp_policy!r}; give vc.MixedPrecisionPolicy(param_dtype=...)")
+
+
+def ignored_in(params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    """Those given may be of other modules too: one set will do for all calls."""
+    given: list[object] = [params] if isinstance(params, Tensor | str) else list(params or ())
+    if unfit := [each for each in given if each is params or not isinstance(each, nn.Parameter)]:
+        found = f"a {type(params).__name__}" if isinstance(params, Tensor) else repr(unfit[0])
+        raise TypeError(
+            f"fully_shard: ignored_params has {found}; give a set of parameters, as {{model.head.weight}} or "
+            "set(model.head.parameters())"
+        )
+    return {each for each in given if isinstance(each, nn.Parameter)}
+
+
+def granularities_in(granularity: object) -> tuple[GranularityFn, ...]:
+    """The callables that were given, one, several or none."""
+    if granularity is None:
+        return ()
+    given = tuple(granularity) if isinstance(granularity, list | tuple) else (granularity,)
+    for each in given:
+        if isinstance(each, type) or not callable(each):  # an optimizer's class would be built with a name
+            raise TypeError(
+                f"fully_shard: granularity is {granularity!r}; give a function of a parameter's name and the "
+                "parameter, as vc.optim.AdamW8bit.granularity or lambda name, param: vc.Rows(32), or a list of them"
+            )
+    return cast(tuple[GranularityFn, ...], given)
+
+
+def check_one_device(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
+    params = [(name, param) for name, param in module.named_parameters() if param not in ignored and not param.is_meta]
+    for name, param in params:
+        first, there = params[0]
+        if param.device != there.device:
+            raise ValueError(
+                f"{mesh.where}fully_shard: parameter {name!r} is on {param.device}, and {first!r} on {there.device}. A "
+                "rank has one device: move the model to it"
+            )
+
+
+def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
+    if unit_of(module) is not None:
+        raise ValueError(f"{mesh.where}fully_shard: this {type(module).__name__} is a unit already")
+    _check_dense(module, mesh, ignored)
+    for name, param in module.named_parameters():
+        if param in ignored:
+            continue
+        where = f"{mesh.where}fully_shard: parameter {name!r} "
+        if isinstance(param, RaggedDTensor):
+            present = whole_mesh(param)
+            if present != mesh.whole:
+                raise ValueError(f"{where}is sharded over {present} already, and can't be over {mesh.whole}")
+        elif isinstance(param, torch.distributed.tensor.DTensor):
+            raise ValueError(f"{where}is a DTensor ({param.placements}) already; shard plain parameters")
+        elif not param.is_meta and param.device.type != mesh.shard.device_type:
+            raise ValueError(f"{where}is on {param.device}, the mesh on {mesh.shard.device_type}: move one of them")
+        elif param.numel() == 0:
+            raise ValueError(f"{where}of shape {tuple(param.shape)} has no elements: pass it in ignored_params")
+        else:
+            _check_nothing_is_lost(param, where)
+
+
+def _check_nothing_is_lost(param: nn.Parameter, where: str) -> None:
+    """The sharded parameter is another tensor, and a gradient or a hook of the whole one means nothing there."""
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(f"{where}has gradient hooks, which would never be called. Register them after fully_shard")
+    if param.grad is not None:
+        raise ValueError(f"{where}has a gradient, which would be lost. Set grad to None before fully_shard")
+
+
+def _check_dense(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
+    for name, part in module.named_modules():
+        sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        if sparse and part.weight.requires_grad and part.weight not in ignored:
+            raise ValueError(
+                f"{mesh.where}fully_shard: {name or 'the module'} has sparse gradients, and those of a unit are one "
+                f"dense buffer: make it without sparse=True, set {f'{name}.' if name else ''}sparse = False, or pass "
+                "its weight in ignored_params"
+            )
