@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import getitem
 
-import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..schemas import aliasing_arguments, returns_an_argument, written_by
-
-_UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default  # at run time it is one; its schema doesn't say so
+from ..schemas import UNDECLARED_VIEW, aliasing_arguments, returns_an_argument, written_by
 
 
 def is_view(node: fx.Node) -> bool:
@@ -52,7 +49,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if node.target is getitem:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
-    if node.target is _UNDECLARED_VIEW:
+    if node.target is UNDECLARED_VIEW:
         return node.all_input_nodes[0]
     if isinstance(node.target, OpOverload) and returns_an_argument(node.target):
         return next((arg for arg, _ in aliasing_arguments(node)), None)

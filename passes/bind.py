@@ -131,9 +131,9 @@ def _check_unwritten(graph: fx.Graph, names: dict[fx.Node, str], context: Compil
             _refuse_write(context, _writer(graph, _memory(node)) or node, memory[_memory(node)])
         method = getattr(node.target, "__name__", "")
         if method.startswith("_foreach_") and method.endswith("_"):
-            for arg in node.all_input_nodes:
-                if isinstance(arg.meta.get("example_value"), torch.Tensor) and _memory(arg) in memory:
-                    _refuse_write(context, node, memory[_memory(arg)])
+            for given in _given(node):
+                if given in memory:
+                    _refuse_write(context, node, memory[given])
 
 
 def _writer(graph: fx.Graph, memory: int) -> fx.Node | None:
@@ -141,10 +141,14 @@ def _writer(graph: fx.Graph, memory: int) -> fx.Node | None:
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
-        tensors = (arg for arg in node.all_input_nodes if isinstance(arg.meta.get("example_value"), torch.Tensor))
-        if in_place and any(_memory(arg) == memory for arg in tensors):
+        if in_place and memory in _given(node):
             return node
     return None
+
+
+def _given(node: fx.Node) -> list[int]:
+    """The memory of the tensors that a node reads."""
+    return [_memory(arg) for arg in node.all_input_nodes if isinstance(arg.meta.get("example_value"), torch.Tensor)]
 
 
 def _memory(node: fx.Node) -> int:

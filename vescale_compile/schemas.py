@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -23,6 +24,9 @@ def aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, fx.Node):
                 yield each, written
+
+
+UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default  # at run time it is one; its schema doesn't say so
 
 
 # Schemas are built anew whenever they are asked for, and passes ask of every node many times.

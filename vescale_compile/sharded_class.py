@@ -70,8 +70,8 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     body["__module__"], body["__qualname__"] = original.__module__, original.__qualname__
     body["__doc__"] = original.__doc__
-    body |= {name: _like_forward(getattr(original, name)) for name in methods}
-    for method in (ShardedModule.forward, ShardedModule._vescale_unit_forward, ShardedModule._vescale_forward):
+    called = [ShardedModule.forward, ShardedModule._vescale_unit_forward, ShardedModule._vescale_forward]
+    for method in (*called, *(_like_forward(name, getattr(original, name)) for name in methods)):
         body[method.__name__] = _with_code_of_its_own(method, original)
     for name in ("forward", *methods):
         with contextlib.suppress(TypeError, ValueError):  # of what is written in C, say
@@ -81,10 +81,11 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
     return type(original.__name__, (ShardedModule, original), body)
 
 
-def _like_forward(method: Callable[..., Any]) -> Callable[..., Any]:
+def _like_forward(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         return self._vescale_unit_forward(functools.partial(method, self), args, kwargs)
 
+    run.__name__ = name
     return run
 
 

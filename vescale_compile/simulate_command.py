@@ -23,13 +23,12 @@ from vescale_compile.passes.context import GraphError
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.published_graphs import ASSUMPTIONS, published_graph
 from vescale_compile.quantities import bytes_in, least_text, positive, size_text, time_text
-from vescale_compile.schedule import BudgetError, Scheduled, TaskGraph, find_schedule, least_peak, lower_bound
+from vescale_compile.schedule import BudgetError, Scheduled, TaskGraph, find_schedule, lean_schedule, lower_bound
 from vescale_compile.sharding import fully_shard
 from vescale_compile.simulation import Simulation, simulate
 
 _POLICIES = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "fp32": MixedPrecisionPolicy()}
 _MASTER_BYTES = 4  # of a published model's sharded parameter
-_BISECTIONS, _AS_FAST = 6, 1.0005  # the step is printed with three digits
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _published_row(args: argparse.Namespace, cluster: Cluster) -> Predicted:
 def _published_schedule(graph: TaskGraph, whole: int | None, budget: int | None, states: int) -> Scheduled:
     """The best in ``whole`` bytes: those of ``budget`` and the optimizer's ``states``, or without one a device's."""
     try:
-        return _leanest(graph, find_schedule(graph, whole))
+        return find_schedule(graph) if whole is None else lean_schedule(graph, whole)
     except BudgetError as error:
         least = error.least_bytes
         if budget is None:
@@ -177,20 +176,6 @@ def _published_schedule(graph: TaskGraph, whole: int | None, budget: int | None,
             told = f"--budget is {size_text(budget)}, but a step needs at least {least_text(least - states)}, "
             told += f"the optimizer's states ({size_text(states)}) apart"
         raise BudgetError(told, least) from error
-
-
-def _leanest(graph: TaskGraph, best: Scheduled) -> Scheduled:
-    """One that is as fast as ``best``, in little memory, found by bisection: a search stops at the first that is fast
-    enough, whose peak says what it was given rather than what it needs."""
-    enough, low = best.timeline.makespan * _AS_FAST, least_peak(graph)
-    for _ in range(_BISECTIONS):
-        middle = (low + best.timeline.peak_bytes) // 2
-        found = find_schedule(graph, middle)
-        if found.timeline.makespan <= enough:
-            best = found
-        else:
-            low = middle
-    return best
 
 
 def _row(args: argparse.Namespace, cluster: Cluster, budget: int | None) -> Row:

@@ -19,12 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_compile.cost.devices import Device
 from vescale_compile.cost.flops import flops
 from vescale_compile.rng_calls import plain_node
-from vescale_compile.schemas import written_by
+from vescale_compile.schemas import UNDECLARED_VIEW, written_by
 from vescale_compile.torch_internals import size_hint
 
 _aten = torch.ops.aten
-
-_UNDECLARED_VIEW = _aten._unsafe_view.default  # at run time it is one; its schema doesn't say so
 
 # Operators that read of their first argument only what they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
@@ -112,7 +110,7 @@ def _communicates(target: OpOverload) -> bool:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target is _UNDECLARED_VIEW)
+    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target is UNDECLARED_VIEW)
 
 
 def _fusible(node: fx.Node) -> bool:

@@ -19,8 +19,7 @@ class Recipe:
     Attributes:
         lr: default peak learning rate.
         build: makes it of a model and a learning rate.
-        granularity: gives the blocks that it needs whole; called late, so that this
-            module imports no optimizer that is not used.
+        granularity: gives the blocks that it needs whole; called late, to import no optimizer in vain.
     """
 
     lr: float

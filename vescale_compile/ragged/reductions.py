@@ -68,9 +68,7 @@ def all_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 def total(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``tensor.sum()`` and ``tensor.mean()`` over the whole tensor, added in at least single precision."""
     tensor: RaggedDTensor = args[0]
-    if tensor.requires_grad and torch.is_grad_enabled():
-        # Autograd would expand the gradient to a plain tensor of the global shape.
-        refuse(func, tensor, "its gradient would be a whole plain tensor")
+    _check_no_gradient(func, tensor)
     dtype = func(torch.empty(0, dtype=tensor.dtype, device="meta"), **kwargs).dtype
     local = tensor._local_tensor.to(torch.float32 if _is_short_float(dtype) else dtype)
     result = _all_reduce(local.sum(), "sum", tensor.device_mesh)
@@ -82,9 +80,7 @@ def total(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 def extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``tensor.max()`` and ``tensor.min()`` over the whole tensor; NaN where an element is."""
     tensor: RaggedDTensor = args[0]
-    if tensor.requires_grad and torch.is_grad_enabled():
-        # Autograd would look for the result in a plain tensor of the global shape.
-        refuse(func, tensor, "its gradient would be a whole plain tensor")
+    _check_no_gradient(func, tensor)
     floats, is_max = tensor.dtype.is_floating_point, func is torch.ops.aten.max.default
     local = tensor._local_tensor.to(torch.float32 if _is_short_float(tensor.dtype) else tensor.dtype)
     local = local if floats else local.to(torch.int64)
@@ -96,6 +92,12 @@ def extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         result = _all_reduce_max(here if is_max else -here, tensor.device_mesh)
         result = result if is_max else -result
     return result.to(tensor.dtype)
+
+
+def _check_no_gradient(func: OpOverload, tensor: RaggedDTensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        # Autograd would make it a plain tensor of the global shape.
+        refuse(func, tensor, "its gradient would be a whole plain tensor")
 
 
 def _norms(

@@ -10,7 +10,7 @@ from vescale_compile.schedule.early import launched_early
 from vescale_compile.schedule.graph import Compute, TaskGraph, Transfer
 from vescale_compile.schedule.machine import ScheduleError
 from vescale_compile.schedule.program import Instruction, Launch, Run, Schedule, Wait
-from vescale_compile.schedule.search import Scheduled, find_schedule, synchronous_schedule
+from vescale_compile.schedule.search import Scheduled, find_schedule, lean_schedule, synchronous_schedule
 from vescale_compile.schedule.simulate import Timeline, TransferSpan, simulate
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "check_budget",
     "find_schedule",
     "launched_early",
+    "lean_schedule",
     "least_peak",
     "lower_bound",
     "simulate",

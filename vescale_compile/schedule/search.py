@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from vescale_compile.schedule.bound import lower_bound
 from vescale_compile.schedule.budget import check_budget, least_peak
-from vescale_compile.schedule.coarsen import coarsen
+from vescale_compile.schedule.coarsen import CoarseGraph, coarsen
 from vescale_compile.schedule.graph import TaskGraph
 from vescale_compile.schedule.jobs import Grouping, most_frugal, synchronous
 from vescale_compile.schedule.lifetimes import Lifetimes
@@ -34,6 +34,7 @@ _SWAPS = 200
 _SMALL = 40  # jobs
 _SETTINGS_OF_LARGE = 3
 _LIMIT = 1 + 1e-9
+_AS_FAST = 0.0005  # of the makespan: what is printed has three digits
 _TOLERANCE = 0.01  # of the makespan, given up for memory where there is no budget: it can save gigabytes
 
 Setting = tuple[Policy, int, bool]
@@ -61,12 +62,11 @@ def find_schedule(graph: TaskGraph, memory_budget: int | None = None) -> Schedul
     """
     coarse = coarsen(graph, _PIECES)
     if memory_budget is None:
-        machine = _frugal(coarse.graph)
+        machine = _frugal(coarse.graph, _UNLIMITED, _TOLERANCE, _BISECTIONS)
     else:
         check_budget(graph, memory_budget)
         machine = _Search(coarse.graph, memory_budget, 0.0).best
-    schedule = coarse.expand(Schedule(tuple(machine.instructions), machine.lifetimes.kept))
-    return Scheduled(schedule, simulate(graph, schedule))
+    return _scheduled(graph, coarse, machine)
 
 
 def synchronous_schedule(graph: TaskGraph) -> Scheduled:
@@ -75,11 +75,29 @@ def synchronous_schedule(graph: TaskGraph) -> Scheduled:
     return Scheduled(schedule, simulate(graph, schedule))
 
 
-def _frugal(graph: TaskGraph) -> Machine:
-    """The least memory that allows a makespan within the tolerance of the best, by bisection."""
-    best = _Search(graph, _UNLIMITED, 0.0).best
-    enough, low = best.now * (1 + _TOLERANCE), least_peak(graph)
-    for _ in range(_BISECTIONS):
+def lean_schedule(graph: TaskGraph, memory_budget: int) -> Scheduled:
+    """One that is as fast as :func:`find_schedule`'s in the same budget, to 0.05 %, in little memory: a search stops at
+    the first that is fast enough, whose peak says what it was given rather than what it needs.
+
+    Raises:
+        BudgetError: no schedule fits.
+    """
+    check_budget(graph, memory_budget)
+    coarse = coarsen(graph, _PIECES)
+    return _scheduled(graph, coarse, _frugal(coarse.graph, memory_budget, _AS_FAST, _BISECTIONS + 1))
+
+
+def _scheduled(graph: TaskGraph, coarse: CoarseGraph, machine: Machine) -> Scheduled:
+    """What a machine has run of a coarse graph, of the graph itself."""
+    schedule = coarse.expand(Schedule(tuple(machine.instructions), machine.lifetimes.kept))
+    return Scheduled(schedule, simulate(graph, schedule))
+
+
+def _frugal(graph: TaskGraph, most: int, tolerance: float, bisections: int) -> Machine:
+    """The least memory that allows a makespan within ``tolerance`` of the best in ``most`` bytes, by bisection."""
+    best = _Search(graph, most, 0.0).best
+    enough, low = best.now * (1 + tolerance), least_peak(graph)
+    for _ in range(bisections):
         budget = (low + best.peak) // 2
         if budget in (low, best.peak):
             break
