@@ -37,6 +37,8 @@ class Trained:
     planned: int
     states: int
     units: int
+    found: int
+    """graphs in AOTAutograd's cache"""
     log: list[list[str]]
 
     @property
@@ -46,6 +48,9 @@ class Trained:
 
     def of(self, *kinds: str) -> list[list[str]]:
         return [line for line in self.step if line[0] in kinds]
+
+    def counted(self, *kinds: str) -> dict[str, int]:
+        return dict(Counter(line[0] for line in self.of(*kinds)))
 
 
 class Access(NamedTuple):
@@ -74,6 +79,7 @@ ACCESSES: dict[str, Callable[..., list[Access]]] = {
     "product": _of_product,
     "all_gather": _of_collective,
     "reduce_scatter": _of_collective,
+    "all_reduce": _of_collective,
     "all_to_all": _of_collective,
 }
 
@@ -87,7 +93,7 @@ def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """
     folder = tmp_path_factory.mktemp("null_gpu")
     launcher = {"TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0"}
-    return {**os.environ, **build(folder), **launcher, "NULL_GPU_COUNT": str(RANKS)}
+    return {**os.environ, **build(folder), **launcher, "NULL_GPU_COUNT": str(2 * RANKS)}
 
 
 def python(environment: dict[str, str], script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -98,11 +104,26 @@ def python(environment: dict[str, str], script: Path, *arguments: str) -> subpro
 
 
 def trained(
-    environment: dict[str, str], folder: Path, *, quantized: bool = False, micro_batches: int = 1, **options: object
+    environment: dict[str, str],
+    folder: Path,
+    *,
+    quantized: bool = False,
+    micro_batches: int = 1,
+    replicas: int = 1,
+    optimizer: str = "AdamW",
+    scaled: bool = False,
+    **options: object,
 ) -> Trained:
     """Rank 0 of some that train for three steps."""
-    how = json.dumps([quantized, micro_batches, options])
-    said = python(environment, TRAIN, str(RANKS), str(folder), how).stdout.splitlines()[-1]
+    how = {
+        "quantized": quantized,
+        "micro_batches": micro_batches,
+        "replicas": replicas,
+        "optimizer": optimizer,
+        "scaled": scaled,
+        "options": options,
+    }
+    said = python(environment, TRAIN, str(RANKS * replicas), str(folder), json.dumps(how)).stdout.splitlines()[-1]
     return Trained(**json.loads(said), log=[line.split() for line in (folder / "rank0.log").open()])
 
 
@@ -121,14 +142,32 @@ def accumulating_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPath
     return trained(null_gpu, tmp_path_factory.mktemp("accumulating"), micro_batches=2)
 
 
-@pytest.fixture(params=["run", "quantized_run", "accumulating_run"])
+@pytest.fixture(scope="module")
+def replicated_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """With an optimizer whose states are 8-bit codes."""
+    return trained(null_gpu, tmp_path_factory.mktemp("replicated"), replicas=2, optimizer="AdamW8bit")
+
+
+@pytest.fixture(scope="module")
+def scaled_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """In float16, with a GradScaler."""
+    return trained(null_gpu, tmp_path_factory.mktemp("scaled"), scaled=True)
+
+
+@pytest.fixture(params=["run", "quantized_run", "accumulating_run", "replicated_run", "scaled_run"])
 def each_run(request: pytest.FixtureRequest) -> Trained:
     return request.getfixturevalue(request.param)
 
 
 def test_a_step_gathers_each_unit_twice_and_reduces_it_once(run: Trained) -> None:
-    found = Counter(line[0] for line in run.of("all_gather", "reduce_scatter", "all_reduce"))
+    found = run.counted("all_gather", "reduce_scatter", "all_reduce")
     assert found == {"all_gather": 2 * run.units, "reduce_scatter": run.units}
+
+
+def test_what_is_reduced_of_a_unit_is_averaged_over_its_replicas_at_once(replicated_run: Trained) -> None:
+    found = replicated_run.counted("all_gather", "reduce_scatter", "all_reduce")
+    units = replicated_run.units
+    assert found == {"all_gather": 2 * units, "reduce_scatter": units, "all_reduce": units}
 
 
 def test_the_last_micro_batch_reduces_each_unit_while_it_computes(accumulating_run: Trained) -> None:
@@ -143,7 +182,7 @@ def test_of_gradients_that_accumulate_the_first_are_copied_once_a_unit(accumulat
 
 
 def test_a_quantized_step_takes_a_kernel_for_each_conversion_of_a_unit(quantized_run: Trained) -> None:
-    found = Counter(line[0] for line in quantized_run.of("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
+    found = quantized_run.counted("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     assert found == {"all_gather": 2 * quantized_run.units, "all_to_all": quantized_run.units}
     conversions = [line[2] for line in quantized_run.of("kernel") if "index_put" in line[2] and "minimum" in line[2]]
     # Both gathers are quantized and dequantized, gradients are quantized and averaged.
@@ -161,7 +200,7 @@ def test_a_quantized_step_sends_codes(run: Trained, quantized_run: Trained) -> N
     assert received(quantized_run, "all_to_all") < 0.3 * reduced
 
 
-@pytest.mark.parametrize("name", ["run", "quantized_run"])
+@pytest.mark.parametrize("name", ["run", "quantized_run", "replicated_run"])
 def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(name: str, request: pytest.FixtureRequest) -> None:
     each_run = request.getfixturevalue(name)
     assert each_run.of("product") and not each_run.of("copy")
@@ -214,6 +253,23 @@ def test_registered_memory_is_what_is_gathered_into_and_reduced_out_of(
     slots = [int(line[4], 16) for line in run.of("all_gather")]
     slots += [int(line[2], 16) for line in run.of("reduce_scatter")]
     assert slots and all(any(start <= slot < start + size for start, size in registered) for slot in slots)
+
+
+def test_an_optimizer_that_refuses_gradients_waits_for_them_when_the_backward_has_launched_all(
+    null_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    kinds = [line[0] for line in trained(null_gpu, tmp_path, optimizer="Muon").step]
+    optimizer = kinds.index("optimizer")
+    assert "transfer" not in kinds[:optimizer] and "transfer" in kinds[optimizer:]
+
+
+def test_a_second_start_finds_the_graphs_of_the_first_and_launches_the_same(
+    null_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    environment = {**null_gpu, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    cold, warm = trained(environment, tmp_path), trained(environment, tmp_path)
+    assert (cold.found, warm.found) == (0, 1)
+    assert [line[0] for line in warm.step] == [line[0] for line in cold.step]
 
 
 def test_the_benchmark_counts_what_fsdp2_copies_on_a_gpu(null_gpu: dict[str, str], tmp_path: Path) -> None:

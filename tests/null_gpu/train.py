@@ -7,9 +7,13 @@ import ctypes
 import json
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 
 import vescale_compile as vc
 from vescale_compile.examples.llama import SIZES, Llama
@@ -19,52 +23,71 @@ STEPS = 3
 QUANTIZED = {"quantize": vc.BlockFP8((64, 64)), "quantize_gradients": vc.BlockInt8(256)}
 
 
-def train(
-    rank: int,
-    folder: str,
-    quantized: bool,
-    micro_batches: int,
-    options: dict[str, object],
-    world_size: int,
-    rendezvous: str,
-) -> None:
+def train(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvous: str) -> None:
     os.environ["NULL_GPU_LOG"] = f"{folder}/rank{rank}.log"
     log = ctypes.CDLL(None).null_gpu_log
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world_size, device_id=device)
+    # Groups that are split off a communicator of the null GPU would have as many ranks as it has.
+    bound = device if how["replicas"] == 1 else None
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world_size, device_id=bound)
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated()
     with device:
         model = Llama(SIZES["small"])
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-    precision = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    vc.fully_shard(model, mp_policy=precision, **QUANTIZED if quantized else {})
-    compiled = torch.compile(model, backend="vescale", options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    accumulating = vc.no_sync if micro_batches > 1 else contextlib.nullcontext
+    vc.fully_shard(model, **_layout(how, world_size))
+    compiled = torch.compile(model, backend="vescale", options=how["options"])
+    optimizer = _optimizer(how["optimizer"], model)
+    scaler = torch.amp.GradScaler("cuda", enabled=how["scaled"])
+    accumulating = vc.no_sync if how["micro_batches"] > 1 else contextlib.nullcontext
     with accumulating(model):
         report = vc.explain(compiled, tokens, tokens)
     for step in range(STEPS):
         log(b"step %d", step)
         torch.cuda.reset_peak_memory_stats()
         with accumulating(model):
-            for _ in range(micro_batches - 1):
+            for _ in range(how["micro_batches"] - 1):
                 compiled(tokens, tokens).backward()
-        log(b"micro_batch %d", micro_batches - 1)
-        compiled(tokens, tokens).backward()
+        log(b"micro_batch %d", how["micro_batches"] - 1)
+        scaler.scale(compiled(tokens, tokens)).backward()
         peak = torch.cuda.max_memory_allocated() - before
-        optimizer.step()
+        log(b"optimizer %d", step)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     log(b"step %d", STEPS)
     units = len({unit.name for graph in report.graphs for unit in graph.units})
     kept = (value for state in optimizer.state.values() for value in state.values() if value.dim())
     states = sum(value.to_local().nbytes for value in kept)
     planned = max(graph.peak_bytes for graph in report.graphs)
+    found = counters["aot_autograd"]["autograd_cache_hit"]
     if rank == 0:
-        print(json.dumps({"peak": peak, "planned": planned, "states": states, "units": units}))
+        print(json.dumps({"peak": peak, "planned": planned, "states": states, "units": units, "found": found}))
     dist.destroy_process_group()
 
 
+def _layout(how: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Arguments of ``fully_shard``."""
+    low = torch.float16 if how["scaled"] else torch.bfloat16
+    layout: dict[str, Any] = {"mp_policy": vc.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)}
+    if how["quantized"]:
+        layout |= QUANTIZED
+    if how["replicas"] > 1:
+        sizes = how["replicas"], world_size // how["replicas"]
+        layout["mesh"] = init_device_mesh("cuda", sizes, mesh_dim_names=("replicate", "shard"))
+    if how["optimizer"] == "AdamW8bit":
+        layout["granularity"] = vc.optim.AdamW8bit.granularity
+    return layout
+
+
+def _optimizer(name: str, model: torch.nn.Module) -> Optimizer:
+    if name == "Muon":
+        return vc.optim.Muon(model.named_parameters())
+    if name == "AdamW8bit":
+        return vc.optim.AdamW8bit(model.parameters(), check_gradients=False)
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
 if __name__ == "__main__":
-    start_local_ranks(train, (sys.argv[2], *json.loads(sys.argv[3])), int(sys.argv[1]))
+    start_local_ranks(train, (sys.argv[2], json.loads(sys.argv[3])), int(sys.argv[1]))
