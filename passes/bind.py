@@ -124,11 +124,12 @@ def _check_unwritten(graph: fx.Graph, names: dict[fx.Node, str], context: Compil
     ``torch._foreach_*`` functions leave no such trace.
     """
     memory = {_memory(node): name for node, name in names.items()}
+    memory.pop(None, None)
     for node in graph.nodes:
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value._version > 0 and _memory(node) in memory:
+        if isinstance(value, torch.Tensor) and value._version > 0 and (place := _memory(node)) in memory:
             # A parameter that is written to by its own name shows it where it was gathered already.
-            _refuse_write(context, _writer(graph, _memory(node)) or node, memory[_memory(node)])
+            _refuse_write(context, _writer(graph, place) or node, memory[place])
         method = getattr(node.target, "__name__", "")
         if method.startswith("_foreach_") and method.endswith("_"):
             for given in _given(node):
@@ -136,7 +137,7 @@ def _check_unwritten(graph: fx.Graph, names: dict[fx.Node, str], context: Compil
                     _refuse_write(context, node, memory[given])
 
 
-def _writer(graph: fx.Graph, memory: int) -> fx.Node | None:
+def _writer(graph: fx.Graph, memory: int | None) -> fx.Node | None:
     """The first node which by its name writes to what it is given, of this memory."""
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -146,13 +147,16 @@ def _writer(graph: fx.Graph, memory: int) -> fx.Node | None:
     return None
 
 
-def _given(node: fx.Node) -> list[int]:
+def _given(node: fx.Node) -> list[int | None]:
     """The memory of the tensors that a node reads."""
     return [_memory(arg) for arg in node.all_input_nodes if isinstance(arg.meta.get("example_value"), torch.Tensor)]
 
 
-def _memory(node: fx.Node) -> int:
-    return node.meta["example_value"].untyped_storage()._cdata
+def _memory(node: fx.Node) -> int | None:
+    try:
+        return node.meta["example_value"].untyped_storage()._cdata
+    except NotImplementedError:  # inside torch.func.grad and its kin tensors are wrapped
+        return None
 
 
 def _refuse_write(context: CompileContext, node: fx.Node, name: str) -> None:

@@ -119,8 +119,8 @@ class _FlatInput(torch.autograd.Function):
         if grad is None or not ctx.reduces:
             return (None,) * (4 + len(params))
         owed = _owed(buffer, set(ctx.used), compiled=ctx.forward.compiled)
-        _give(buffer, grad, owed - {p._vescale_binding.slot for p in params})
-        local = (_local_grad(p, grad) if p._vescale_binding.slot in owed else None for p in params)
+        _set_aside(buffer, grad, owed - {p._vescale_binding.slot for p in params})
+        local = (_all_there_is(p, grad) if p._vescale_binding.slot in owed else None for p in params)
         return None, None, None, None, *local
 
 
@@ -137,7 +137,7 @@ def _reduce_left(buffers: Sequence[DBuffer]) -> None:
     for buffer in buffers:
         if buffer.sync.enabled and (total := buffer.reductions.take()) is not None:
             reduced = reduce_scatter(total, buffer.reductions_handle, buffer.comm(buffer.number)).to(buffer.shard.dtype)
-            _give(buffer, reduced, _owed(buffer, set(), compiled=True))
+            _set_aside(buffer, reduced, _owed(buffer, set(), compiled=True))
 
 
 def _local_grad(param: ShardedParameter, flat_grad: Tensor) -> Tensor:
@@ -146,10 +146,33 @@ def _local_grad(param: ShardedParameter, flat_grad: Tensor) -> Tensor:
     return param.with_local(local) if arrival is None else param.with_arriving(local, arrival)
 
 
-def _give(buffer: DBuffer, flat_grad: Tensor, indices: set[int]) -> None:
-    """Gradients of parameters that earlier micro-batches used, or another rank, and this backward did not: autograd
-    can't give them, and so runs no hooks for them."""
-    for index in sorted(indices):
-        param = buffer.params[index]
-        grad = _local_grad(cast(ShardedParameter, param), flat_grad)
-        param.grad = grad if param.grad is None else param.grad + grad
+def _all_there_is(param: ShardedParameter, flat_grad: Tensor) -> Tensor:
+    """A parameter's gradient, and what was set aside of it."""
+    buffer, index = param._vescale_binding
+    earlier = buffer.reductions.set_aside(backward_id()).pop(index, None)
+    own = _local_grad(param, flat_grad)
+    return own if earlier is None else earlier + own
+
+
+def _set_aside(buffer: DBuffer, flat_grad: Tensor, indices: set[int]) -> None:
+    """Gradients of parameters that earlier micro-batches used, or another rank, and not what this backward has run
+    through so far. If it comes to them, they are added to what autograd then gives them; else they are given apart."""
+    if not indices:
+        return
+    aside = buffer.reductions.set_aside(backward_id())
+    if not aside:
+        after_backward(functools.partial(_give, buffer, aside))
+    for index in indices:
+        grad = _local_grad(cast(ShardedParameter, buffer.params[index]), flat_grad)
+        aside[index] = aside[index] + grad if index in aside else grad
+
+
+def _give(buffer: DBuffer, grads: dict[int, Tensor]) -> None:
+    """Adds to ``.grad`` as autograd does, hooks included; parameters that are frozen by now have no hooks."""
+    given = [(buffer.params[index], grads[index]) for index in sorted(grads)]
+    grads.clear()
+    for param, grad in given:
+        if param.requires_grad:
+            torch.autograd.backward(param, grad)
+        else:
+            param.grad = grad if param.grad is None else param.grad + grad

@@ -37,6 +37,7 @@ class Reductions:
         self._held: set[int] = set()
         self._sent: set[int] = set()
         self._compiled = True
+        self._backward, self._aside = -1, dict[int, Tensor]()
         number = next(_numbers)
         self._handles = torch.arange(2 * number, 2 * number + 2, device="cpu").split(1)
         _living[number] = self
@@ -75,6 +76,12 @@ class Reductions:
         found = self._sent, self._compiled or not self._sent
         self._sent, self._compiled = set(), self._compiled or not self._held
         return found
+
+    def set_aside(self, backward: int) -> dict[int, Tensor]:
+        """Of a backward that is running: reduced gradients by the indices of parameters that it has not come to."""
+        if backward != self._backward:  # what an earlier one has left, it has raised
+            self._backward, self._aside = backward, {}
+        return self._aside
 
     def forget(self) -> None:
         """Drops what was held back."""

@@ -16,14 +16,13 @@ from .sharded_module import buffers_in
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulates gradients over micro-batches without reducing them, as DistributedDataParallel.no_sync.
 
-    What counts is where the forward runs. Backwards of forwards inside keep their gradient on each rank, summed
-    and not sharded (world_size times a shard's memory, in the reduction's dtype). The next backward of a forward
-    outside adds the sum to its own and reduces both, once for each unit and when the schedule says so; last come the
-    units that it did not use itself. Until then ``.grad`` does not change. ``zero_grad()`` of the sharded module itself
-    forgets what was accumulated; that of an optimizer, of what ``torch.compile`` returned or of a module around it does
-    not. Parameters that only earlier micro-batches used get their ``.grad`` without autograd, so no hooks run for them.
-    A backward that raises leaves what it had computed in the sums. Graphs that were compiled before the first
-    ``no_sync`` are compiled again.
+    What counts is where the forward runs. Backwards of forwards inside keep their gradient on each rank, summed and not
+    sharded (world_size times a shard's memory, in the reduction's dtype). The next backward of a forward outside adds
+    the sum to its own and reduces both, once for each unit and when the schedule says so; last come the units that it
+    did not use itself. Until then ``.grad`` does not change. ``zero_grad()`` of the sharded module itself forgets what
+    was accumulated; that of an optimizer, of what ``torch.compile`` returned or of a module around it does not. Hooks
+    of parameters run where gradients arrive, with the sums. A backward that raises leaves what it had computed in the
+    sums. Graphs that were compiled before the first ``no_sync`` are compiled again.
 
     Args:
         module: a sharded module, compiled or not; all units in it are affected.

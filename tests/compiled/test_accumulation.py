@@ -172,7 +172,7 @@ def test_forwards_first_and_backwards_later_lose_nothing():
 
 
 @on_ranks(2)
-def test_a_parameter_that_only_earlier_micro_batches_used_gets_its_gradient():
+def test_a_parameter_that_only_earlier_micro_batches_used_gets_its_gradient_and_its_hooks_run():
     class Optional(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -183,12 +183,50 @@ def test_a_parameter_that_only_earlier_micro_batches_used_gets_its_gradient():
             return (self.sometimes(x) if both else x).sum()
 
     model, call = models.sharded(Optional)
+    hooked = []
+    model.sometimes.weight.register_hook(hooked.append)
     with vc.no_sync(model):
         call(torch.ones(2, 3), True).backward()
     call(torch.ones(2, 3), False).backward()
+    assert len(hooked) == 1
     reference = models.build(Optional)
     for both in (True, False):
         reference(torch.ones(2, 3), both).backward()
+    models.average_gradients(reference)
+    assert gradients_differ(model, reference) < 1e-6
+
+
+class BreaksInAUnit(torch.nn.Module):
+    """One unit, which two graphs read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(torch.tanh(x)).sum()
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_a_parameters_hooks_get_the_sum_once_whatever_graphs_have_computed_it(compile):
+    torch._dynamo.reset()
+    model, call = models.sharded(BreaksInAUnit, compile=compile)
+    reference = models.build(BreaksInAUnit)
+    seen = []
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: seen.append(name) or 2 * grad)
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(None))
+    with vc.no_sync(model):
+        call(torch.ones(2, 3)).backward()
+    assert not seen
+    call(torch.ones(2, 3)).backward()
+    assert sorted(filter(None, seen)) == sorted(name for name, _ in model.named_parameters())
+    assert seen.count(None) == len(seen) / 2
+    for _ in range(4):
+        reference(torch.ones(2, 3)).backward()
     models.average_gradients(reference)
     assert gradients_differ(model, reference) < 1e-6
 

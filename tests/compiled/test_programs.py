@@ -206,6 +206,13 @@ class Einsums(Base):
         return torch.einsum("bsnh,nhd->bsd", heads, self.out)
 
 
+class Transformed(Base):
+    def run_layers(self, x):
+        for layer in self.layers:
+            x = x + torch.func.grad(lambda z, layer=layer: layer(z).square().sum())(x)
+        return x
+
+
 PROGRAMS = [
     BreakBetweenUnits, BreakInUnit, Disabled, Checkpointed, CheckpointedParts, Tied, OneLayerManyTimes, Frozen,
     TwoDtypes, Unused, NoPathToLoss, FirstReadWithoutGrad, ParameterAcrossBreak, SkippedFrame,
@@ -266,6 +273,11 @@ def test_what_reads_a_parameter_is_not_compiled_by_itself_in_a_module_that_dynam
     _, call = models.sharded(Recurrent)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         call(*models.batches(1, 7)[0]).backward()
+
+
+@on_ranks(2)
+def test_transforms_of_torch_func_may_read_parameters_in_compiled_code():
+    assert max(differences(Transformed, "eager")) <= 1e-6
 
 
 @pytest.mark.parametrize("compile", ["eager", None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 # lists.
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
+from torch.utils.hooks import RemovableHandle
 
 from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 from vescale_compile.torch_internals import honor_torch_dispatch
@@ -64,6 +65,14 @@ class RaggedDTensor(DTensor):
     def interval(self) -> tuple[int, int]:
         """The elements of the row-major flattened tensor that this rank holds: ``(start, stop)``."""
         return self.placement.interval(self.shape, self.device_mesh.get_local_rank())
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
+        """As of ``torch.Tensor``, for gradients that there are: a backward inside ``no_sync`` gives parameters none."""
+        return super().register_hook(lambda grad: None if grad is None else hook(grad))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """As of ``torch.Tensor``, where there is a gradient: a backward inside ``no_sync`` leaves ``.grad`` as it was."""
+        return super().register_post_accumulate_grad_hook(lambda param: None if param.grad is None else hook(param))
 
     @staticmethod
     def from_local(  # type: ignore[override]
