@@ -50,31 +50,53 @@ def _anchored(pairs: Pairs) -> Pairs:
 def _reads_before_writes(graph: fx.Graph) -> Pairs:
     """Generated readers of a slot, each with the operators that write it later.
 
+    Inductor may compute a generated value anew in every kernel that uses it. So what reads a slot is each node that
+    uses, through generated ones alone, what was read there. Of these the pins are for the ones whose values are used
+    behind the operator that writes: kernels behind it then read what was stored. What is used before it only, other
+    kernels wait for that come before it themselves.
+
     Generated kernels that write gradients into a slot share it with operators that write other gradients: they are
     kept before the reduction only.
     """
     slots = allocations_of(graph)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    carried: dict[fx.Node, set[fx.Node]] = {}  # by generated node: the slots that its kernels may read
     readers: dict[fx.Node, list[fx.Node]] = {}
     writers: dict[fx.Node, list[fx.Node]] = {}
     pairs: Pairs = []
     for node in graph.nodes:
-        if node.op != "call_function" or is_view(node):
+        if node.op != "call_function":
+            continue
+        through = {slot for arg in node.all_input_nodes for slot in carried.get(arg, ())}
+        if is_view(node):
+            carried[node] = through
             continue
         touched = {slots[arg] for arg in node.all_input_nodes if slots[arg].op == "placeholder"}
         written = {slots[arg] for arg in written_by(node)} & touched
         comm = comm_of(node)
         if comm is None and not _is_library_call(node):
-            for slot in touched:
-                (writers if slot in written else readers).setdefault(slot, []).append(node)
+            carried[node] = touched - written | through
+            for slot in carried[node]:
+                readers.setdefault(slot, []).append(node)
+            for slot in written:
+                writers.setdefault(slot, []).append(node)
             continue
         for slot in written:
-            pairs += [(reader, node) for reader in readers.get(slot, ())]
+            pairs += [(reader, node) for reader in readers.get(slot, ()) if _lasts(reader, places[node], places)]
             if comm is not None:
                 pairs += [(writer, node) for writer in writers.get(slot, ())]
-            if comm is not None and comm.role is Role.LAUNCH:
-                for earlier in (readers, writers):
-                    earlier.pop(slot, None)  # what comes after this launch comes after them
+            if comm is not None and comm.role is Role.LAUNCH:  # what comes after this launch comes after them
+                writers.pop(slot, None)
+                for reader in readers.pop(slot, ()):
+                    carried[reader].discard(slot)
     return pairs
+
+
+def _lasts(node: fx.Node, place: int, places: dict[fx.Node, int]) -> bool:
+    """Whether what a node computes is in memory, or used, behind a place."""
+    if written_by(node):
+        return True
+    return any(_lasts(user, place, places) if is_view(user) else places[user] > place for user in node.users)
 
 
 def _is_library_call(node: fx.Node) -> bool:

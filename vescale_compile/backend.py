@@ -23,7 +23,7 @@ from .capture import Capture, buffers_read, capture
 from .compiled import CompiledGraph, check_agreement, others_hear_of_failures
 from .dump import GraphDump
 from .frames import roomy
-from .inductor_order import KeptOrder
+from .inductor_order import CheckedReads, KeptOrder
 from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, GraphError, Lowering, Part, Stage
@@ -176,6 +176,7 @@ def _lower_inductor(
                 "custom_partitioner_fn": _partitioner(captured.context, dump),
                 # The schedule is ours: what reads a slot must not move behind its next launch.
                 "post_grad_custom_post_pass": KeptOrder(ordered_nodes),
+                "_post_fusion_custom_pass": CheckedReads(),
                 "reorder_for_peak_memory": False,
                 "reorder_for_locality": False,
                 # It copies gathered weights into padded ones, where this rank has found that faster by trying.

@@ -71,7 +71,7 @@ class RaggedDTensor(DTensor):
         return super().register_hook(lambda grad: None if grad is None else hook(grad))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """As of ``torch.Tensor``, where there is a gradient: a backward inside ``no_sync`` leaves ``.grad`` as it was."""
+        """As of ``torch.Tensor``, where there is a gradient: a backward inside ``no_sync`` gives parameters none."""
         return super().register_post_accumulate_grad_hook(lambda param: None if param.grad is None else hook(param))
 
     @staticmethod
