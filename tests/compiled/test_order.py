@@ -15,7 +15,7 @@ from written import code_written_for
 import vescale_compile as vc
 from vescale_compile import inductor_order
 from vescale_compile.backend import vescale
-from vescale_compile.passes import ordered_nodes
+from vescale_compile.passes import order, ordered_nodes
 from vescale_compile.passes.context import Use, comm_of
 from vescale_compile.torch_internals import generates_code_for
 
@@ -104,6 +104,47 @@ def test_an_operator_that_writes_its_arguments_may_read_parameters_in_a_slot():
     call = torch.compile(vc.fully_shard(ScaledInPlace()), backend="vescale")
     with torch.no_grad():
         assert call(torch.ones(8)).tolist() == [210.0] * 8
+
+
+class Normalized(nn.Module):
+    """Layers whose weights are divided by their norms, in generated code and behind the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(8, 8), (8, 8), (8,)]
+        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in sizes]) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second, size in self.layers:
+            scale = size / first.norm(dim=1).detach()
+            y = x @ first.T
+            x = x + y + (scale - 1) * y + scale * (torch.nn.functional.silu(y) @ second.T)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_what_kernels_compute_from_a_parameter_anew_they_compute_before_its_slot_is_given_away():
+    torch._dynamo.reset()
+    model, call = models.sharded(Normalized, compile="inductor")
+    reference = models.build(Normalized)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(call(x), reference(x))
+    call(x).backward()
+    reference(x).backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_code_that_reads_a_slot_too_late_is_refused(monkeypatch):
+    """As Inductor writes it where nothing holds it to the order of the graph."""
+    monkeypatch.setattr(order, "_reads_before_writes", lambda graph: [])
+    monkeypatch.setattr(inductor_order, "written_by", lambda node: [])
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = torch.compile(vc.fully_shard(Normalized()), backend="vescale")
+        with pytest.raises(Exception, match=r"Inductor would have .* read slot_"):
+            code_written_for(lambda: model(torch.ones(16, 8)))
 
 
 def test_a_kernel_that_computes_what_a_pinned_operator_reads_is_fused_with_earlier_ones():
