@@ -32,14 +32,24 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages in flight."""
+    """Messages in flight, each with the rank at its other end."""
 
-    works: tuple[dist.Work, ...]
+    works: tuple[tuple[dist.Work, int], ...]
 
     def wait(self) -> None:
-        """Returns when all have come, and what was sent may be written; raises at the process group's timeout."""
-        for work in self.works:
-            work.wait()
+        """Returns when all have come, and what was sent may be written.
+
+        Raises:
+            RuntimeError: at the process group's timeout, or when a rank has gone.
+        """
+        for work, rank in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"[rank {dist.get_rank()}] waited in vain for rank {rank}, which failed or left, took another "
+                    f"number of steps, or came to something else: {error}"
+                ) from error
 
 
 def tell_apart(group: dist.ProcessGroup, number: int) -> None:
@@ -76,7 +86,8 @@ def start_exchange(
     own = group.rank()
     works = [dist.irecv(each, group=_way(rank, own, group), tag=tag, group_src=rank) for each, rank in received]
     works += [dist.isend(each, group=_way(own, rank, group), tag=tag, group_dst=rank) for each, rank in sent]
-    return Exchange(tuple(work for work in works if work is not None))
+    ends = [dist.get_global_rank(group, rank) for _, rank in (*received, *sent)]
+    return Exchange(tuple((work, end) for work, end in zip(works, ends, strict=True) if work is not None))
 
 
 def _way(sender: int, receiver: int, group: dist.ProcessGroup) -> dist.ProcessGroup:

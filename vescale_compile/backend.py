@@ -179,6 +179,7 @@ def _lower_inductor(
                 "_post_fusion_custom_pass": CheckedReads(),
                 "reorder_for_peak_memory": False,
                 "reorder_for_locality": False,
+                "combo_kernels": False,  # would be put together behind the check
                 # It copies gathered weights into padded ones, where this rank has found that faster by trying.
                 "shape_padding": False,
                 "triton.cudagraphs": False,

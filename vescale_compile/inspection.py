@@ -28,7 +28,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     Args:
         model: a module that ``fully_shard`` was called on, compiled or not.
         args, kwargs: of its forward. In training mode and with gradients enabled the backward is compiled too.
-        options: as of ``torch.compile(..., options=...)``.
+        options: as of ``torch.compile(..., options=...)``; those that ``model`` was compiled with are not known here.
 
     Returns:
         The report; ``print(vc.explain(model, tokens))`` shows it.

@@ -80,7 +80,10 @@ def check_one_device(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.
 
 def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
     if unit_of(module) is not None:
-        raise ValueError(f"{mesh.where}fully_shard: this {type(module).__name__} is a unit already")
+        raise ValueError(
+            f"{mesh.where}fully_shard: this {type(module).__name__} is a unit already. "
+            "fully_shard a module once, and modules that are to be units of their own before those that they are in"
+        )
     _check_dense(module, mesh, ignored)
     for name, param in module.named_parameters():
         if param in ignored:
