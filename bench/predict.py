@@ -179,8 +179,8 @@ class _Bench:
             for kind, each in measured.items():
                 _say(
                     f"  {kind}: {1e3 * each.latency:.2f} ms and {each.bandwidth / 1e6:.0f} MB/s, "
-                    f"{1e3 * each.wakeup:.2f} ms more after a pause, {1e3 * each.launch:.2f} ms and "
-                    f"{1e9 * each.launch_per_byte:.2f} ms/MB to launch; computation beside it "
+                    f"{1e3 * each.wakeup:.2f} ms more after a pause, {1e3 * each.launch:.2f} ms to launch; "
+                    f"computation beside it "
                     f"loses {100 * each.load:.0f} %, and it takes {each.stretch:.2f} times as long"
                 )
             cluster = cluster_of(device, len(joined.hosts), rate, measured, contending)

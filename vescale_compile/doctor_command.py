@@ -104,8 +104,7 @@ def _figures(measured: Calibration) -> list[str]:
     for kind, each in measured.collectives.items():
         lines.append(
             f"  {kind:<15}{each.bandwidth / 1e9:10.2f} GB/s, {1e6 * each.latency:.0f} us, "
-            f"{1e6 * each.wakeup:.0f} us more after a pause, {1e6 * each.launch:.0f} us and "
-            f"{1e12 * each.launch_per_byte:.0f} us/MB to launch, "
+            f"{1e6 * each.wakeup:.0f} us more after a pause, {1e6 * each.launch:.0f} us to launch, "
             f"{100 * each.load:.0f} % of the device meanwhile"
         )
     return lines

@@ -112,7 +112,7 @@ def test_ranks_measure_their_collectives_and_agree() -> None:
     assert first.collectives.keys() == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
     assert all(0 <= each.load < 1 <= each.stretch for each in first.collectives.values())
     assert all(each.latency + (1 << 16) / each.bandwidth + each.wakeup < 1 for each in first.collectives.values())
-    assert all(0 < each.launch + (1 << 16) * each.launch_per_byte < 1 for each in first.collectives.values())
+    assert all(0 < each.launch < 1 for each in first.collectives.values())
     where = wire_cluster(first.device, 2, 1.0, measured=first.collectives)
     assert 0 < collective_cost(where, "all_gather", 1 << 20).seconds < 10
 

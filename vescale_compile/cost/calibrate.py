@@ -10,7 +10,6 @@ calls it.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -203,9 +202,9 @@ class _Bench:
             after_pauses.append(ended)
         latency, bandwidth = fit(sizes, seconds)
         longer = statistics.median(late - soon for late, soon in zip(after_pauses, seconds, strict=True))
-        load, stretch = self._contention(start, seconds[-1], launches[-1])
-        launch, speed = fit(sizes, launches) if min(launches) > 0 else (0.0, math.inf)
-        return MeasuredCollective(latency, bandwidth, load, stretch, max(0.0, longer), launch, 1 / speed)
+        launch = statistics.median(launches)  # of middling size: what more of it takes is found as load
+        load, stretch = self._contention(start, seconds[-1], launch)
+        return MeasuredCollective(latency, bandwidth, load, stretch, max(0.0, longer), launch)
 
     def _in_a_row(self, starts: Sequence[Callable[[], Pending]], nbytes: int) -> float:
         """Seconds of one of many, each launched before the last one is waited for. One alone, or a few small ones, can

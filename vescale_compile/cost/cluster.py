@@ -52,8 +52,7 @@ class MeasuredCollective:
         load: share of the compute device that computation beside it loses to it, in [0, 1).
         stretch: how many times longer it takes while the device computes beside it, at least 1.
         wakeup: seconds that it takes longer if it does not follow another without a pause.
-        launch, launch_per_byte: seconds for which its launch keeps a CPU from computing, whatever it carries, and
-            those for each byte of the unsharded buffer; a GPU goes on.
+        launch: seconds for which the launch of one of middling size keeps a CPU from computing; a GPU goes on.
     """
 
     latency: float
@@ -62,7 +61,6 @@ class MeasuredCollective:
     stretch: float = 1.0
     wakeup: float = 0.0
     launch: float = 0.0
-    launch_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,10 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
     if cluster.ranks == 1:
         return CollectiveCost("ring", 0.0, 0.0, 0.0)
     if found := cluster.measured.get(kind):
-        wire_time, launch = nbytes / found.bandwidth, found.launch + nbytes * found.launch_per_byte
-        return CollectiveCost("measured", found.latency, wire_time, found.load, found.stretch, found.wakeup, launch)
+        wire_time = nbytes / found.bandwidth
+        return CollectiveCost(
+            "measured", found.latency, wire_time, found.load, found.stretch, found.wakeup, found.launch
+        )
     candidates = [algorithm(cluster, kind, nbytes) for algorithm in _ALGORITHMS[kind]]
     return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
 
