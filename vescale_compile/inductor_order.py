@@ -101,15 +101,18 @@ def _check_reads(nodes: Sequence[Any], memory: dict[str, str]) -> None:
     turns.clear()
     for node in nodes:
         operator = _our_operator(node)
+        overwritten = {where for _, where in _written(node, memory)}  # what a quantized reduction has read, say
         for read in sorted({each.name for each in node.read_writes.reads if not isinstance(each, WeakDep)}):
             where = memory.get(read, read)
-            if turn_of.get(read, 0) != turns[where] or (read in in_flight and not operator):
+            too_early = read in in_flight and not operator and where not in overwritten
+            if too_early or turn_of.get(read, 0) != turns[where]:
                 raise RuntimeError(
                     f"Inductor would have {node.get_name()} read {where} while it does not hold what the graph reads "
                     "there, and compute something else. Compile with options={'lowering': 'eager'}, and please report "
                     "the model"
                 )
-        turns.update(where for _, where in _written(node, memory) if _writes_all(operator))
+        if _writes_all(operator):
+            turns.update(where for _, where in _written(node, memory))
 
 
 def _written(node: Any, memory: dict[str, str]) -> Iterator[tuple[str, str]]:
