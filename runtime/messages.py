@@ -32,9 +32,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages in flight, each with the rank at its other end."""
+    """Messages in flight, each with the rank of the group at its other end."""
 
     works: tuple[tuple[dist.Work, int], ...]
+    group: dist.ProcessGroup
 
     def wait(self) -> None:
         """Returns when all have come, and what was sent may be written.
@@ -46,8 +47,9 @@ class Exchange:
             try:
                 work.wait()
             except RuntimeError as error:
+                peer = dist.get_global_rank(self.group, rank)
                 raise RuntimeError(
-                    f"[rank {dist.get_rank()}] waited in vain for rank {rank}, which failed or left, took another "
+                    f"[rank {dist.get_rank()}] waited in vain for rank {peer}, which failed or left, took another "
                     f"number of steps, or came to something else: {error}"
                 ) from error
 
@@ -86,8 +88,8 @@ def start_exchange(
     own = group.rank()
     works = [dist.irecv(each, group=_way(rank, own, group), tag=tag, group_src=rank) for each, rank in received]
     works += [dist.isend(each, group=_way(own, rank, group), tag=tag, group_dst=rank) for each, rank in sent]
-    ends = [dist.get_global_rank(group, rank) for _, rank in (*received, *sent)]
-    return Exchange(tuple((work, end) for work, end in zip(works, ends, strict=True) if work is not None))
+    ends = (rank for _, rank in (*received, *sent))
+    return Exchange(tuple((work, rank) for work, rank in zip(works, ends, strict=True) if work is not None), group)
 
 
 def _way(sender: int, receiver: int, group: dist.ProcessGroup) -> dist.ProcessGroup:
