@@ -13,7 +13,7 @@ from ..schemas import UNDECLARED_VIEW, aliasing_arguments, returns_an_argument, 
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node only gives another shape to memory it does not read."""
-    return _viewed(node) is not None and not written_by(node)
+    return viewed(node) is not None and not written_by(node)
 
 
 def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -44,7 +44,7 @@ def touches_of(graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> dict[fx.Node, 
     return touched
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """The argument that the node's result is a view of, or is."""
     if node.target is getitem:
         source = node.args[0]
@@ -57,7 +57,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _allocation_of(node: fx.Node, found: dict[fx.Node, fx.Node]) -> fx.Node:
-    aliased = _viewed(node)
+    aliased = viewed(node)
     return found[aliased] if aliased is not None else node
 
 

@@ -16,12 +16,17 @@ from ..schemas import written_by
 from ..torch_internals import generates_code_for
 from .aliases import allocations_of, is_view
 from .context import Role, buffer_of, comm_of
+from .tenants import check_tenants
 
 Pairs = list[tuple[fx.Node, fx.Node]]
 
 
 def ordered_nodes(graph: fx.Graph) -> Pairs:
-    """Pairs of nodes, the second of which must come after the first."""
+    """Pairs of nodes, the second of which must come after the first.
+
+    Raises GraphError where a slot would be read when it holds something else.
+    """
+    check_tenants(graph)
     return _anchored(_between_collectives(graph) + _reads_before_writes(graph))
 
 

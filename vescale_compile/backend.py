@@ -43,6 +43,7 @@ from .torch_internals import (
     inductor_compile,
     inductor_compile_inner,
     kernels_compiled_beside,
+    remove_what_does_nothing,
     run_boxed,
 )
 from .unaveraged import warn_of_unaveraged
@@ -156,6 +157,7 @@ def _lower_inductor(
     def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         part = Part.INFERENCE if kwargs.get("is_inference") else Part.FORWARD
         part = Part.BACKWARD if kwargs.get("is_backward") else part
+        remove_what_does_nothing(gm, inputs)
         slots = _run_partitioned(gm, context, part, dump)
         if not generate_code:
             return add_slots(run_boxed(gm), slots)

@@ -28,6 +28,8 @@ from torch._inductor.async_compile import AsyncCompile as _AsyncCompile
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen as _PythonWrapper
 from torch._inductor.cpu_vec_isa import pick_vec_isa as _pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.fx_passes import post_grad as _post_grad
+from torch._inductor.fx_utils import get_fake_args_kwargs as _get_fake_args_kwargs
 from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
@@ -282,6 +284,28 @@ def forget_mutation_regions(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         node.meta.pop("mutation_region_id", None)
+
+
+def remove_what_does_nothing(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Removes copies and casts that change nothing, as Inductor does before it lowers a graph.
+
+    It does so whatever is written in between. What reads a copy of a slot's memory then reads the slot, which must be
+    known when slots are assigned.
+    """
+    if any(map(_does_nothing, gm.graph.nodes)):
+        _compile_fx.fake_tensor_prop(gm, inputs)  # examples say what shares memory; some date from earlier removals
+        _post_grad.remove_noop_ops(gm.graph)
+
+
+def _does_nothing(node: fx.Node) -> bool:
+    if node.target not in _post_grad.noop_registry:
+        return False
+    condition, place = _post_grad.noop_registry[node.target]
+    source = node.args[place] if isinstance(place, int) else place(node.args)
+    known, args, kwargs = _get_fake_args_kwargs(node)
+    if not (known and isinstance(source, fx.Node) and _post_grad.same_meta(node, source)):
+        return False
+    return bool(condition(*args, **kwargs))
 
 
 def rounds_as_operators() -> dict[str, bool]:

@@ -1,0 +1,65 @@
+"""Holds what Inductor's own passes make of a final graph to what was verified.
+
+They run behind ours, and not all of them ask where memory is written: where a copy of a parameter changes nothing, say,
+they have the parameter itself read in its place, later than ours knew of. So each view of a slot says which of the
+slot's buffers it is of, and the last pass of all looks whether that buffer is there where the view is read.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..schemas import written_by
+from .aliases import allocations_of, bases_of, is_view, viewed
+from .context import CompileContext, GraphError, Role, buffer_of, comm_of
+
+_TENANTS = "vescale_tenants"  # in a node's meta: names of buffers, by the names of slots that it touches
+
+
+def tenants(gm: fx.GraphModule, context: CompileContext) -> None:
+    """Notes on all that views, reads or writes a slot which of its buffers that is."""
+    del context
+    bases, memory = bases_of(gm.graph), allocations_of(gm.graph)
+    for node in gm.graph.nodes:
+        touched = [node] if is_view(node) else node.all_input_nodes
+        node.meta[_TENANTS] = {
+            memory[each].name: bases[each].name
+            for each in touched
+            if memory[each].op == "placeholder" and buffer_of(bases[each]) is not None
+        }
+
+
+def check_tenants(graph: fx.Graph) -> None:
+    """Raises GraphError where a slot is read while another buffer is in it, or a collective in flight.
+
+    What has no note is not looked at: a read of a whole slot, not through a view, say.
+    """
+    memory = allocations_of(graph)
+    of_view: dict[fx.Node | None, str | None] = {}
+    held: dict[fx.Node, str] = {}
+    in_flight: set[fx.Node] = set()
+    for node in graph.nodes:
+        noted = node.meta.get(_TENANTS, {})
+        if is_view(node):
+            of_view[node] = noted.get(memory[node].name) or of_view.get(viewed(node))
+            continue
+        comm, written = comm_of(node), written_by(node)
+        for arg in node.all_input_nodes:
+            slot = memory[arg]
+            ours = comm is not None or arg in written  # which Inductor keeps; their notes serve where the view is gone
+            tenant = of_view.get(arg) or (noted.get(slot.name) if ours else None)
+            if tenant is None:
+                continue
+            if arg in written:
+                held[slot] = tenant
+            elif held.get(slot) != tenant or (comm is None and slot in in_flight):
+                raise GraphError(
+                    f"{node.format_node()} reads {slot.name} where it does not hold what the program reads there: one "
+                    "of Inductor's passes has moved it. Leave out the passes that you have turned on in "
+                    "torch._inductor.config, or compile with options={'lowering': 'eager'}; without such passes, "
+                    "please report the model"
+                )
+            if comm is not None and comm.role in (Role.LAUNCH, Role.CARRY):
+                in_flight.add(slot)
+            elif comm is not None:
+                in_flight.discard(slot)

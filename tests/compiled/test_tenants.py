@@ -1,0 +1,116 @@
+"""What Inductor's own passes make of a graph reads what the graph read."""
+
+import models
+import pytest
+import torch
+from handmade import Graph, context
+from ranks import fake_world, on_ranks
+from torch import Tensor, fx, nn
+from written import code_written_for
+
+import vescale_compile as vc
+from vescale_compile import backend
+from vescale_compile.passes.context import GraphError, Part
+from vescale_compile.passes.tenants import check_tenants, tenants
+
+WIDTH = 16
+
+
+class Matrix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+class CastThereAndBack(nn.Module):
+    """Reads its table and its first layer's weight early and uses them late, as casts that change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Matrix() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table, weight = self.table.weight.double().float(), self.layers[0].weight.double().float()
+        x = x + table
+        for layer in self.layers:
+            x = layer(x)
+        return (x @ weight @ table.T).square().mean()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_parameter_that_is_cast_there_and_back_may_be_used_late():
+    torch._dynamo.reset()
+    model, call = models.sharded(CastThereAndBack, compile="inductor")
+    reference = models.build(CastThereAndBack)
+    x = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    expected = reference(x)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), expected.detach())
+    loss = call(x)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for param, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_what_inductors_passes_would_have_read_too_late_is_refused(monkeypatch):
+    """As they do where what they remove is still there when slots are assigned."""
+    monkeypatch.setattr(backend, "remove_what_does_nothing", lambda gm, inputs: None)
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = torch.compile(vc.fully_shard(CastThereAndBack()), backend="vescale")
+        with pytest.raises(Exception, match=r"reads slot_\d where it does not hold"):
+            code_written_for(lambda: model(torch.ones(WIDTH, WIDTH)))
+
+
+@pytest.fixture
+def two_in_a_slot() -> tuple[Graph, list[fx.Node]]:
+    """One buffer after another in the same slot, each read through a view, and what reads the first one."""
+    graph = Graph()
+    reads = []
+    for unit in range(2):
+        buffer = graph.gather(graph.buffer(unit=unit, slot=True))
+        reads.append(graph.read(graph.call(torch.ops.aten.view.default, buffer, [8])))
+    graph.graph.output(tuple(reads))
+    tenants(fx.GraphModule({}, graph.graph), context(Part.FORWARD))
+    return graph, reads
+
+
+def test_a_graph_that_is_left_as_it_was_passes(two_in_a_slot):
+    graph, _ = two_in_a_slot
+    check_tenants(graph.graph)
+
+
+def test_a_read_that_is_moved_behind_the_next_gather_is_refused(two_in_a_slot):
+    graph, (first, second) = two_in_a_slot
+    second.append(first)
+    with pytest.raises(GraphError, match=r"%relu.* reads slot where"):
+        check_tenants(graph.graph)
+
+
+def test_a_read_that_is_moved_before_the_wait_is_refused(two_in_a_slot):
+    graph, (first, _) = two_in_a_slot
+    view = first.all_input_nodes[0]
+    wait = view.prev
+    wait.prepend(view)
+    wait.prepend(first)
+    with pytest.raises(GraphError, match="reads slot where"):
+        check_tenants(graph.graph)
+
+
+def test_what_lies_in_a_slot_as_a_whole_is_known_when_its_slice_is_gone(two_in_a_slot):
+    """Inductor removes slices of all there is."""
+    graph, (first, second) = two_in_a_slot
+    for part in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        part.replace_all_uses_with(graph.slot)
+        graph.graph.erase_node(part)
+    check_tenants(graph.graph)
+    second.append(first)
+    with pytest.raises(GraphError, match="reads slot where"):
+        check_tenants(graph.graph)
