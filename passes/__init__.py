@@ -15,7 +15,6 @@ partitioned    sink         gradients are written where they will be reduced
 partitioned    overlap      launches and waits are placed beside computation, within the memory budget
 partitioned    leave        the backward's last reductions are waited for by who reads the gradients
 partitioned    assign       buffers → slots of static memory, by their lifetimes
-partitioned    tenants      notes which buffer of a slot is read where, for what Inductor does to the graph
 partitioned    verify       proves what must hold before anything runs
 =============  ===========  =============================================================================
 
@@ -43,14 +42,13 @@ from .reshard import reshard
 from .retain import retain
 from .sink import sink
 from .summary import Summary
-from .tenants import tenants
 from .verify import verify
 
 Pass = Callable[[fx.GraphModule, CompileContext], None]
 PIPELINE: Mapping[Stage, tuple[Pass, ...]] = {
     Stage.CAPTURED: (hoist, bind),
     Stage.JOINT: (reshard,),
-    Stage.PARTITIONED: (expand, sink, overlap, leave, assign, tenants, verify),
+    Stage.PARTITIONED: (expand, sink, overlap, leave, assign, verify),
 }
 
 __all__ = ["PIPELINE", "ordered_nodes", "retain", "run_stage", "summarize"]

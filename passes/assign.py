@@ -21,6 +21,7 @@ from .aliases import bases_of, touches_of
 from .context import CompileContext, buffer_of, marked_buffer
 from .edit import call, order_of
 from .summary import SlotUse, Tenant
+from .tenants import note_tenants
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def assign(gm: fx.GraphModule, context: CompileContext) -> None:
     context.slots[context.part] = tuple(slot.spec for slot in slots)
     for number, slot in enumerate(slots):
         _append_input(gm.graph, f"slot_{number}", slot)
+    note_tenants(gm.graph)
 
 
 def lifetimes(graph: fx.Graph) -> list[Lifetime]:

@@ -14,10 +14,15 @@ from ..runtime.marker import unshard_param
 from .context import CompileContext, fail
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_NESTED = torch.ops.higher_order.invoke_subgraph
 
 
 def hoist(gm: fx.GraphModule, context: CompileContext) -> None:
     for node in list(gm.graph.nodes):
+        if node.target is _NESTED:
+            # Differentiated as a graph of its own, whose forward hands views of parameters to its backward, and no
+            # schema says so.
+            fail(context, node, "torch.compiler.nested_compile_region is not supported: leave it out")
         bodies = [arg for arg in node.all_input_nodes if arg.op == "get_attr" and _body(gm, arg) is not None]
         for body_node in bodies:
             body = _body(gm, body_node)

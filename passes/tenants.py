@@ -11,16 +11,15 @@ from torch import fx
 
 from ..schemas import written_by
 from .aliases import allocations_of, bases_of, is_view, viewed
-from .context import CompileContext, GraphError, Role, buffer_of, comm_of
+from .context import GraphError, Role, buffer_of, comm_of
 
 _TENANTS = "vescale_tenants"  # in a node's meta: names of buffers, by the names of slots that it touches
 
 
-def tenants(gm: fx.GraphModule, context: CompileContext) -> None:
+def note_tenants(graph: fx.Graph) -> None:
     """Notes on all that views, reads or writes a slot which of its buffers that is."""
-    del context
-    bases, memory = bases_of(gm.graph), allocations_of(gm.graph)
-    for node in gm.graph.nodes:
+    bases, memory = bases_of(graph), allocations_of(graph)
+    for node in graph.nodes:
         touched = [node] if is_view(node) else node.all_input_nodes
         node.meta[_TENANTS] = {
             memory[each].name: bases[each].name

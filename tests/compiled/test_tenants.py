@@ -3,15 +3,15 @@
 import models
 import pytest
 import torch
-from handmade import Graph, context
+from handmade import Graph
 from ranks import fake_world, on_ranks
 from torch import Tensor, fx, nn
 from written import code_written_for
 
 import vescale_compile as vc
 from vescale_compile import backend
-from vescale_compile.passes.context import GraphError, Part
-from vescale_compile.passes.tenants import check_tenants, tenants
+from vescale_compile.passes.context import GraphError
+from vescale_compile.passes.tenants import check_tenants, note_tenants
 
 WIDTH = 16
 
@@ -78,7 +78,7 @@ def two_in_a_slot() -> tuple[Graph, list[fx.Node]]:
         buffer = graph.gather(graph.buffer(unit=unit, slot=True))
         reads.append(graph.read(graph.call(torch.ops.aten.view.default, buffer, [8])))
     graph.graph.output(tuple(reads))
-    tenants(fx.GraphModule({}, graph.graph), context(Part.FORWARD))
+    note_tenants(graph.graph)
     return graph, reads
 
 
