@@ -23,7 +23,8 @@ from .capture import Capture, buffers_read, capture
 from .compiled import CompiledGraph, check_agreement, others_hear_of_failures
 from .dump import GraphDump
 from .frames import roomy
-from .inductor_order import CheckedReads, KeptOrder
+from .inductor_order import KeptOrder
+from .inductor_reads import CheckedReads, reads_known_by_their_writes
 from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, GraphError, Lowering, Part, Stage
@@ -168,7 +169,7 @@ def _lower_inductor(
             return warm_start.keep(functools.partial(inductor_compile_inner, gm, examples, **kwargs), part)
 
     beside = kernels_compiled_beside() if on_cpu else contextlib.nullcontext()
-    with beside, warm_start.compiling():
+    with beside, reads_known_by_their_writes(), warm_start.compiling():
         return inductor_compile(
             captured.gm,
             inputs,

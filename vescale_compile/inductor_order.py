@@ -1,37 +1,31 @@
-"""How Inductor is made to keep the order of nodes, and held to it. Private names of PyTorch, tried on torch 2.11.0 to
-2.13.0.
+"""How Inductor is made to keep the order of nodes. Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
 
 Inductor's own scheduling of collectives pins a node behind others with the operator ``control_deps``; there is no
-public way. What kernels then read, and when, only the scheduler's nodes say: kernels compute values anew where they use
-them, and are fused.
+public way.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import custom_graph_pass, ir
+from torch._inductor import ir
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.dependencies import WeakDep  # of an order alone
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
-from . import torch_internals
+from . import inductor_reads, torch_internals
 from .schemas import written_by
 
 _OPERATIONS = "vescale_operations"
-_LAUNCHES = ("start_", "carry_")  # begin the names of our operators that return while what they write is in flight
 
 
 class KeptOrder(CustomGraphPass):
@@ -64,72 +58,9 @@ class KeptOrder(CustomGraphPass):
         The order rests on all that passes know of a graph.
         """
         passes = sorted(map(str, Path(inspect.getfile(self._pairs)).parent.glob("*.py")))
-        return get_hash_for_files((*passes, torch_internals.__file__, __file__), extra=type(self).__qualname__)
-
-
-class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]  # of 2.13
-    """Runs on the fused nodes, in the order in which their code is generated.
-
-    A turn of a piece of memory begins with each operator of ours that writes it as a whole: a launch, a wait. A read
-    names the write that it wants to see: it must come in that turn, and, but for our own operators, not while a
-    collective is in flight there.
-
-    Raises:
-        RuntimeError: the code would compute with other parameters or gradients than the graph does.
-    """
-
-    def __call__(self, nodes: list[Any]) -> list[Any]:
-        if nodes:
-            _check_reads([part for node in nodes for part in node.get_nodes()], nodes[0].scheduler.mutation_real_name)
-        return nodes
-
-    def uuid(self) -> bytes:
-        """Part of Inductor's cache key: what another version has let pass is not found."""
-        return get_hash_for_files((__file__,))
-
-
-def _check_reads(nodes: Sequence[Any], memory: dict[str, str]) -> None:
-    places = {operation.get_operation_name(): place for place, operation in enumerate(V.graph.operations)}
-    turns, turn_of, in_flight = Counter[str](), dict[str, int](), set[str]()
-    for node in sorted(nodes, key=lambda node: places[node.get_name()]):
-        operator = _our_operator(node)
-        for written, where in _written(node, memory):
-            turns[where] += _writes_all(operator)
-            turn_of[written] = turns[where]
-            if operator.startswith(_LAUNCHES):
-                in_flight.add(written)
-    turns.clear()
-    for node in nodes:
-        operator = _our_operator(node)
-        overwritten = {where for _, where in _written(node, memory)}  # what a quantized reduction has read, say
-        for read in sorted({each.name for each in node.read_writes.reads if not isinstance(each, WeakDep)}):
-            where = memory.get(read, read)
-            too_early = read in in_flight and not operator and where not in overwritten
-            if too_early or turn_of.get(read, 0) != turns[where]:
-                raise RuntimeError(
-                    f"Inductor would have {node.get_name()} read {where} while it does not hold what the graph reads "
-                    "there, and compute something else. Compile with options={'lowering': 'eager'}, and please report "
-                    "the model"
-                )
-        if _writes_all(operator):
-            turns.update(where for _, where in _written(node, memory))
-
-
-def _written(node: Any, memory: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """What a node writes in memory that there was: the name that it has from then on, and the memory's own."""
-    for output in node.get_outputs():
-        for name in output.get_mutations():
-            yield output.get_name(), memory.get(name, name)
-
-
-def _our_operator(node: Any) -> str:
-    """The name of the operator of ours that a node calls; empty for other nodes."""
-    operator = getattr(node.node, "op_overload", None)
-    return operator._opname if isinstance(operator, OpOverload) and operator.namespace == "vescale" else ""
-
-
-def _writes_all(operator: str) -> bool:
-    return operator not in ("", "matmul_into", "embedding_into")
+        return get_hash_for_files(
+            (*passes, torch_internals.__file__, inductor_reads.__file__, __file__), extra=type(self).__qualname__
+        )
 
 
 def lower_pinned(before: Sequence[Any], pinned: Any, *args: Any) -> Any:

@@ -1,8 +1,8 @@
 """What the compiler and the runtime need of PyTorch's private parts, in one place. Tried on torch 2.11.0 to 2.13.0.
 
-``ragged/dtensor.py`` names those that a subclass of DTensor needs, ``inductor_order.py`` those that keep an order,
-``warm_start.py`` those of AOTAutograd's cache. Each entry says why no public name does. When a PyTorch release breaks
-something, it breaks here.
+``ragged/dtensor.py`` names those that a subclass of DTensor needs, ``inductor_order.py`` and ``inductor_reads.py``
+those that keep an order, ``warm_start.py`` those of AOTAutograd's cache. Each entry says why no public name does. When
+a PyTorch release breaks something, it breaks here.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if len(args) > 1:
         size = args[1]
         if len(size) != tensor.ndim or any(s not in (-1, d) for s, d in zip(size, tensor.shape, strict=True)):
-            refuse(func, tensor, f"a view of shape {tuple(size)}")
+            wraps = ", as DistributedDataParallel takes it of what it wraps, and a sharded module must not be wrapped"
+            refuse(func, tensor, f"a view of shape {tuple(size)}" + (wraps if tuple(size) == (-1,) else ""))
     alias = wrap(aten.alias.default(tensor._local_tensor), tensor._spec)
     return return_and_correct_aliasing(func, args, kwargs, alias)
 

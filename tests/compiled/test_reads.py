@@ -1,0 +1,109 @@
+"""What kernels read where memory was written before, and after."""
+
+import contextlib
+
+import models
+import pytest
+import torch
+from ranks import fake_world, on_ranks
+from torch import Tensor, nn
+from written import code_written_for
+
+import vescale_compile as vc
+from vescale_compile import backend
+from vescale_compile.inductor_reads import reads_known_by_their_writes
+
+
+@torch.library.custom_op("tests::fill", mutates_args={"out"})
+def fill(out: Tensor, value: Tensor) -> None:
+    out.copy_(value)
+
+
+def fill_and_read(memory: Tensor, value: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A kernel of two loops stands before the write, and one behind it reads the same ``x`` in a single loop."""
+    before = torch.sigmoid(x * x.T)
+    fill(memory, value)
+    return before, torch.sigmoid(x * memory)
+
+
+def fill_and_reverse(memory: Tensor, value: Tensor, x: Tensor) -> tuple[Tensor]:
+    """Each element is written where another one is read."""
+    fill(memory, value)
+    memory.copy_(memory.flip(0) * x)
+    return (memory,)
+
+
+@pytest.mark.parametrize(("program", "shape"), [(fill_and_read, (16, 16)), (fill_and_reverse, (32,))])
+def test_a_read_stays_between_the_write_before_it_and_the_next(program, shape):
+    torch._dynamo.reset()
+    value, x = torch.rand(shape), torch.rand(shape)
+    expected = program(torch.zeros(shape), value, x)
+    with reads_known_by_their_writes():
+        found = torch.compile(program)(torch.zeros(shape), value, x)
+    torch.testing.assert_close(found, expected)
+
+
+class Reversed(nn.Module):
+    """Layers whose gradients mix elements of their parameters, in generated code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(32)]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for (gain,) in self.layers:
+            x = torch.tanh(x * torch.sin(gain * gain.flip(0)))
+        return x.square().mean()
+
+
+class Gated(nn.Module):
+    """The last layer's parameter is read by what could be a part of a kernel that comes long before it is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(16, 8), (16, 16), (8, 16)]
+        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in sizes]) for _ in range(12))
+
+    def forward(self, start: Tensor) -> Tensor:
+        (first, _, _), *layers, (_, weight, last) = self.layers
+        gate, x = torch.sigmoid(start * first.T), start
+        for _, product, _ in layers:
+            x = torch.tanh(x @ product) @ product
+        x = torch.tanh(x @ weight + gate @ weight + torch.sigmoid(start * last) @ weight)
+        for _, product, _ in self.layers:
+            x = torch.tanh(x @ product)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "shape"), [(Reversed, (4, 32)), (Gated, (8, 16))])
+@on_ranks(2)
+def test_kernels_read_the_parameters_that_the_program_reads(program, shape):
+    torch._dynamo.reset()
+    model, call = models.sharded(program, compile="inductor")
+    reference = models.build(program)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    loss, expected = call(x), reference(x)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for param, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the check runs from PyTorch 2.13 on")
+@pytest.mark.parametrize(
+    ("program", "shape", "problem"),
+    [
+        (Reversed, (4, 32), "have one kernel read and write slot_"),
+        (Gated, (8, 16), r"read slot_\d+ while it does not hold"),
+    ],
+)
+def test_kernels_that_would_read_something_else_are_refused(monkeypatch, program, shape, problem):
+    monkeypatch.setattr(backend, "reads_known_by_their_writes", contextlib.nullcontext)
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = torch.compile(vc.fully_shard(program()), backend="vescale")
+        with pytest.raises(Exception, match=problem):
+            code_written_for(lambda: model(torch.ones(shape)).backward())

@@ -1,0 +1,167 @@
+"""What kernels may read, and when. Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
+
+Only the scheduler's nodes say: kernels compute values anew where they use them, and are fused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from unittest import mock
+
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import get_hash_for_files
+from torch._inductor.dependencies import Dep, MemoryDep, StarDep, WeakDep
+from torch._inductor.scheduler import Scheduler, SchedulerNode
+from torch._inductor.virtualized import V
+from torch._ops import OpOverload
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+_LAUNCHES = ("start_", "carry_")  # begin the names of our operators that return while what they write is in flight
+
+
+@contextmanager
+def reads_known_by_their_writes() -> Iterator[None]:
+    """Has Inductor's scheduler heed what a read waits for where memory, as a slot, was written before.
+
+    Such a read goes by the name of that write. The scheduler forgets it in two places, and then moves the read before
+    what it waits for, or into one loop with what overwrites other elements.
+    """
+    with (
+        mock.patch.object(Scheduler, "fusable_weak_dep", _fusable_weak_dep),
+        mock.patch.object(SchedulerNode, "recompute_size_and_body", _recompute_size_and_body),
+    ):
+        yield
+
+
+def _fusable_weak_dep(scheduler: Any, dep: WeakDep, reader: Any, writer: Any) -> bool:
+    """Whether one kernel may be of ``reader``, and of ``writer``, which must come after it.
+
+    Inductor looks at reads by the memory's own name only.
+    """
+    if not _fusable_as_named(scheduler, dep, reader, writer):
+        return False
+    names = scheduler.mutation_real_name
+    (write,) = (each for each in writer.read_writes.writes if each.name == dep.mutating_buf)
+    return all(_in_one_loop(read, write) for read in _reads_of(reader, names[dep.mutating_buf], names))
+
+
+def _recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
+    """Gives a node other loops; what it waits for stays as it was."""
+    order = OrderedSet(dep for dep in node.read_writes.reads if isinstance(dep, WeakDep | StarDep))
+    _recompute(node, *args, **kwargs)
+    node.set_read_writes(node.read_writes.with_read(order).rename(node.mutation_renames))
+
+
+_fusable_as_named = Scheduler.fusable_weak_dep
+_recompute = SchedulerNode.recompute_size_and_body
+
+
+def _reads_of(node: Any, where: str, memory: dict[str, str]) -> Iterator[Dep]:
+    for read in node.read_writes.reads:
+        if not isinstance(read, WeakDep) and memory.get(read.name, read.name) == where:
+            yield read
+
+
+def _in_one_loop(read: Dep, write: Dep) -> bool:
+    """Whether a loop that reads some elements and writes some writes none before it has read it."""
+    if not (isinstance(read, MemoryDep) and isinstance(write, MemoryDep)):
+        return False
+    read, write = read.normalize(), write.normalize()
+    if (read.index, read.size) == (write.index, write.size):
+        return True
+    first, second = _extent(read), _extent(write)
+    return first is not None and second is not None and (first[1] < second[0] or second[1] < first[0])
+
+
+def _extent(dep: MemoryDep) -> tuple[int, int] | None:
+    """The first and the last element that are touched; None where sizes are symbolic, or places are data."""
+    if not (dep.index.free_symbols <= set(dep.ranges) and all(size.is_Integer for size in dep.size)):
+        return None
+    bounds = bound_sympy(dep.index, {name: ValueRanges(0, size - 1) for name, size in dep.ranges.items()})
+    return int(bounds.lower), int(bounds.upper)
+
+
+class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]  # of 2.13
+    """Runs on the fused nodes, in the order in which their code is generated.
+
+    A turn of a piece of memory begins with each operator of ours that writes it as a whole: a launch, a wait. A read
+    names the write that it wants to see: it must come in that turn, and, but for our own operators, not while a
+    collective is in flight there.
+
+    Raises:
+        RuntimeError: the code would compute with other parameters or gradients than the graph does.
+    """
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        if nodes:
+            memory = nodes[0].scheduler.mutation_real_name
+            _check_turns([part for node in nodes for part in node.get_nodes()], memory)
+            for node in nodes:
+                _check_loop(node.get_nodes(), memory)
+        return nodes
+
+    def uuid(self) -> bytes:
+        """Part of Inductor's cache key: what another version has let pass is not found."""
+        return get_hash_for_files((__file__,))
+
+
+def _check_turns(nodes: Sequence[Any], memory: dict[str, str]) -> None:
+    places = {operation.get_operation_name(): place for place, operation in enumerate(V.graph.operations)}
+    turns, turn_of, in_flight = Counter[str](), dict[str, int](), set[str]()
+    for node in sorted(nodes, key=lambda node: places[node.get_name()]):
+        operator = _our_operator(node)
+        for written, where in _written(node, memory):
+            turns[where] += _writes_all(operator)
+            turn_of[written] = turns[where]
+            if operator.startswith(_LAUNCHES):
+                in_flight.add(written)
+    turns.clear()
+    for node in nodes:
+        operator = _our_operator(node)
+        overwritten = {where for _, where in _written(node, memory)}  # what a quantized reduction has read, say
+        reads = {each.name for each in node.read_writes.reads if not isinstance(each, WeakDep)}  # those are of an order
+        for read in sorted(node.mutation_renames.get(name, name) for name in reads):
+            where = memory.get(read, read)
+            too_early = read in in_flight and not operator and where not in overwritten
+            if too_early or turn_of.get(read, 0) != turns[where]:
+                _refuse(f"have {node.get_name()} read {where} while it does not hold what the graph reads there")
+        if _writes_all(operator):
+            turns.update(where for _, where in _written(node, memory))
+
+
+def _check_loop(parts: Sequence[Any], memory: dict[str, str]) -> None:
+    """Of what is fused into one kernel: no part writes what an earlier one reads in another iteration."""
+    for place, writer in enumerate(parts):
+        written = dict(_written(writer, memory))
+        for write in writer.read_writes.writes:
+            reads = (read for part in parts[:place] for read in _reads_of(part, written.get(write.name, ""), memory))
+            if not all(_in_one_loop(read, write) for read in reads):
+                _refuse(f"have one kernel read and write {written[write.name]} in another order than the graph's")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"Inductor would {what}, and compute something else. Compile with options={{'lowering': 'eager'}}, and please "
+        "report the model"
+    )
+
+
+def _written(node: Any, memory: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """What a node writes in memory that there was: the name that it has from then on, and the memory's own."""
+    for output in node.get_outputs():
+        for name in output.get_mutations():
+            yield output.get_name(), memory.get(name, name)
+
+
+def _our_operator(node: Any) -> str:
+    """The name of the operator of ours that a node calls; empty for other nodes."""
+    operator = getattr(node.node, "op_overload", None)
+    return operator._opname if isinstance(operator, OpOverload) and operator.namespace == "vescale" else ""
+
+
+def _writes_all(operator: str) -> bool:
+    return operator not in ("", "matmul_into", "embedding_into")
