@@ -92,7 +92,6 @@ def test_kernels_read_the_parameters_that_the_program_reads(program, shape):
             torch.testing.assert_close(param.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="the check runs from PyTorch 2.13 on")
 @pytest.mark.parametrize(
     ("program", "shape", "problem"),
     [
