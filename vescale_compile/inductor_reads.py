@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 from unittest import mock
 
+import torch
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.dependencies import Dep, MemoryDep, StarDep, WeakDep
@@ -93,8 +94,16 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
     collective is in flight there.
 
     Raises:
-        RuntimeError: the code would compute with other parameters or gradients than the graph does.
+        ValueError: the user has set a pass in the same place, which would not run.
+        RuntimeError, when called: the code would compute with other parameters or gradients than the graph does.
     """
+
+    def __init__(self) -> None:
+        if torch._inductor.config._post_fusion_custom_pass is not None:
+            raise ValueError(
+                "backend='vescale' needs torch._inductor.config._post_fusion_custom_pass for itself, and your pass "
+                "would not run: leave it out"
+            )
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         if nodes:

@@ -172,12 +172,15 @@ def calls_of(graph: fx.Graph) -> list[str]:
     return [name.removesuffix(".default") for name in names if name.startswith("vescale.")]
 
 
-def test_a_pass_of_the_users_that_would_not_run_is_refused():
+@pytest.mark.parametrize(
+    ("place", "advice"),
+    [("post_grad_custom_post_pass", "post_grad_custom_pre_pass"), ("_post_fusion_custom_pass", "leave it out")],
+)
+def test_a_pass_of_the_users_that_would_not_run_is_refused(place, advice):
     torch._dynamo.reset()
-    users = torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: None)
-    with fake_world(2), users:
+    with fake_world(2), torch._inductor.config.patch({place: lambda given: given}):
         model = torch.compile(vc.fully_shard(models.build(models.Uneven)), backend="vescale")
-        with pytest.raises(Exception, match="post_grad_custom_pre_pass"):
+        with pytest.raises(Exception, match=advice):
             model(*models.batches(1, 11)[0])
 
 
