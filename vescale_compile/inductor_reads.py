@@ -19,6 +19,7 @@ from torch._inductor.scheduler import Scheduler, SchedulerNode
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 _LAUNCHES = ("start_", "carry_")  # begin the names of our operators that return while what they write is in flight
@@ -75,15 +76,17 @@ def _in_one_loop(read: Dep, write: Dep) -> bool:
     if (read.index, read.size) == (write.index, write.size):
         return True
     first, second = _extent(read), _extent(write)
-    return first is not None and second is not None and (first[1] < second[0] or second[1] < first[0])
+    return bool(first.upper < second.lower or second.upper < first.lower)
 
 
-def _extent(dep: MemoryDep) -> tuple[int, int] | None:
-    """The first and the last element that are touched; None where sizes are symbolic, or places are data."""
-    if not (dep.index.free_symbols <= set(dep.ranges) and all(size.is_Integer for size in dep.size)):
-        return None
-    bounds = bound_sympy(dep.index, {name: ValueRanges(0, size - 1) for name, size in dep.ranges.items()})
-    return int(bounds.lower), int(bounds.upper)
+def _extent(dep: MemoryDep) -> ValueRanges[Any]:
+    """From the first to the last element that may be touched."""
+    sizes = {name: dep.ranges.get(name) for name in dep.index.free_symbols}
+    known = {
+        name: ValueRanges(0, size - 1 if size is not None and size.is_Integer else int_oo)
+        for name, size in sizes.items()
+    }
+    return bound_sympy(dep.index, known)
 
 
 class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]  # of 2.13
