@@ -25,12 +25,13 @@ from ..cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from ..runtime import crossing, ops, quantized_ops
 from .aliases import bases_of
 from .context import Buffer, Comm, CompileContext, Lowering, Part, Role, Use
-from .edit import allocate, call
+from .edit import allocate, call, order_of
 from .moves import CASTS, moved_parameters, uncast
 from .reshard import GATHERS, REDUCTIONS
 
 
 def expand(gm: fx.GraphModule, context: CompileContext) -> None:
+    _put_inputs_first(gm.graph)
     context.moved = moved_parameters(gm.graph, bases_of(gm.graph), context)
     context.sources = {node.args[1]: uncast(node.args[0]).name for node in gm.graph.nodes if node.target in GATHERS}
     context.returned = _returned(gm.graph)
@@ -43,6 +44,13 @@ def expand(gm: fx.GraphModule, context: CompileContext) -> None:
             _expand_quantized_gather(node, context)
         elif node.target is quantized_ops.reduce_scatter_quantized:
             _expand_quantized_reduction(node, context)
+
+
+def _put_inputs_first(graph: fx.Graph) -> None:
+    """AOTAutograd makes the token that orders operators with effects before the inputs, where no launch may go."""
+    order, inputs = order_of(graph), graph.find_nodes(op="placeholder")
+    for node in reversed([each for each in order if each not in inputs and order[each] < order[inputs[-1]]]):
+        inputs[-1].append(node)
 
 
 def _returned(graph: fx.Graph) -> dict[int, int]:

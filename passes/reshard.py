@@ -27,6 +27,8 @@ REDUCTIONS = (ops.reduce_scatter, quantized_ops.reduce_scatter_quantized)
 def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
     recomputed: set[fx.Node] = set()
     for node in gm.graph.nodes:
+        if node.target is ops.pack or node.target in REDUCTIONS:
+            node.meta["partitioner_tag"] = "must_be_in_backward"  # also of gradients that are the same for every loss
         if node.target in GATHERS:
             if context.reshards(node.args[1]):
                 recomputed |= {node, *_casts_before(node)}

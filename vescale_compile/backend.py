@@ -87,6 +87,11 @@ def vescale(
     if mode is not None:
         raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
     read = read_options(options)
+    if torch._inductor.config.freezing and not torch.is_grad_enabled() and anything_sharded():
+        raise ValueError(
+            "backend='vescale' can't freeze parameters, of which a rank has a shard only: leave out "
+            "torch._inductor.config.freezing"
+        )
     buffers = buffers_read(gm, example_inputs)
     if not buffers:
         return _compile_unsharded(gm, example_inputs, read, generate_code)

@@ -373,3 +373,15 @@ def test_a_mode_is_refused():
 def test_an_impossible_option_is_refused(options, problem):
     with pytest.raises(Exception, match=problem):
         torch.compile(nn.Linear(2, 2), backend="vescale", options=options)(torch.ones(1, 2))
+
+
+@on_ranks(1)
+def test_freezing_parameters_is_refused():
+    torch._dynamo.reset()
+    call = torch.compile(vc.fully_shard(nn.Linear(2, 2)).eval(), backend="vescale")
+    with (
+        torch.no_grad(),
+        torch._inductor.config.patch(freezing=True),
+        pytest.raises(Exception, match=r"leave out torch\._inductor\.config\.freezing"),
+    ):
+        call(torch.ones(1, 2))
