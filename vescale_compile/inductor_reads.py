@@ -15,6 +15,8 @@ import torch
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.dependencies import Dep, MemoryDep, StarDep, WeakDep
+from torch._inductor.ir import MutationLayoutSHOULDREMOVE, TensorBox
+from torch._inductor.loop_body import LoopBody
 from torch._inductor.scheduler import Scheduler, SchedulerNode
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
@@ -27,12 +29,15 @@ _LAUNCHES = ("start_", "carry_")  # begin the names of our operators that return
 
 @contextmanager
 def reads_known_by_their_writes() -> Iterator[None]:
-    """Has Inductor's scheduler heed what a read waits for where memory, as a slot, was written before.
+    """Has Inductor heed what a read waits for where memory, as a slot, was written before.
 
     Such a read goes by the name of that write. The scheduler forgets it in two places, and then moves the read before
-    what it waits for, or into one loop with what overwrites other elements.
+    what it waits for, or into one loop with what overwrites other elements. Lowering makes such a loop itself, where it
+    casts what it copies; and a fusion of loops takes what only waits for memory to read it, and fails.
     """
     with (
+        mock.patch.object(MutationLayoutSHOULDREMOVE, "realize_into", classmethod(_realize_into)),
+        mock.patch.object(LoopBody, "get_read_expr", _get_read_expr),
         mock.patch.object(Scheduler, "fusable_weak_dep", _fusable_weak_dep),
         mock.patch.object(SchedulerNode, "recompute_size_and_body", _recompute_size_and_body),
     ):
@@ -58,6 +63,24 @@ def _recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
     node.set_read_writes(node.read_writes.with_read(order).rename(node.mutation_renames))
 
 
+def _realize_into(cls: Any, source: Any, target: Any, unsafe_alias: bool = False) -> Any:
+    """Copies ``source`` into memory; what is computed from that memory is stored first, for the scheduler to fuse."""
+    value = source.data if isinstance(source, TensorBox) else source
+    if target.get_name() in value.get_read_names():
+        value.realize()
+    return _copy_into(cls, source, target, unsafe_alias)
+
+
+def _get_read_expr(body: Any, name: str) -> Any:
+    """The place that a loop reads; None where it reads nothing there."""
+    try:
+        return _place_read(body, name)
+    except KeyError:
+        return None
+
+
+_copy_into = MutationLayoutSHOULDREMOVE.realize_into.__func__  # type: ignore[attr-defined]
+_place_read = LoopBody.get_read_expr
 _fusable_as_named = Scheduler.fusable_weak_dep
 _recompute = SchedulerNode.recompute_size_and_body
 
@@ -146,11 +169,14 @@ def _check_turns(nodes: Sequence[Any], memory: dict[str, str]) -> None:
 
 
 def _check_loop(parts: Sequence[Any], memory: dict[str, str]) -> None:
-    """Of what is fused into one kernel: no part writes what an earlier one reads in another iteration."""
+    """Of what is fused into one kernel: no part writes what it, or an earlier one, reads in another iteration."""
     for place, writer in enumerate(parts):
         written = dict(_written(writer, memory))
         for write in writer.read_writes.writes:
-            reads = (read for part in parts[:place] for read in _reads_of(part, written.get(write.name, ""), memory))
+            where = written.get(write.name, "")
+            reads = [read for part in parts[:place] for read in _reads_of(part, where, memory)]
+            # Its own reads without a place are of an order, or a library call's.
+            reads += [read for read in _reads_of(writer, where, memory) if isinstance(read, MemoryDep)]
             if not all(_in_one_loop(read, write) for read in reads):
                 _refuse(f"have one kernel read and write {written[write.name]} in another order than the graph's")
 

@@ -75,8 +75,21 @@ class Gated(nn.Module):
         return x.square().mean()
 
 
+class Halved(nn.Module):
+    """Gradients are cast where they are copied over the parameters that they are computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(32, 32).half()]) for _ in range(4))
+        self.gain = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = [weight.float() for (weight,) in self.layers]
+        return (x * self.gain).square().mean() + sum((w * w.flip(0).detach()).sum() for w in weights) / 1024
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "shape"), [(Reversed, (4, 32)), (Gated, (8, 16))])
+@pytest.mark.parametrize(("program", "shape"), [(Reversed, (4, 32)), (Gated, (8, 16)), (Halved, (8, 32))])
 @on_ranks(2)
 def test_kernels_read_the_parameters_that_the_program_reads(program, shape):
     torch._dynamo.reset()
@@ -96,6 +109,7 @@ def test_kernels_read_the_parameters_that_the_program_reads(program, shape):
     ("program", "shape", "problem"),
     [
         (Reversed, (4, 32), "have one kernel read and write slot_"),
+        (Halved, (8, 32), "have one kernel read and write slot_"),
         (Gated, (8, 16), r"read slot_\d+ while it does not hold"),
     ],
 )
