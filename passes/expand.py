@@ -14,6 +14,7 @@ of quantized gradients has two such buffers, for what this rank sends and for wh
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from ..cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from ..runtime import crossing, ops, quantized_ops
 from .aliases import bases_of
 from .context import Buffer, Comm, CompileContext, Lowering, Part, Role, Use
-from .edit import allocate, call, order_of
+from .edit import allocate, call
 from .moves import CASTS, moved_parameters, uncast
 from .reshard import GATHERS, REDUCTIONS
 
@@ -48,9 +49,10 @@ def expand(gm: fx.GraphModule, context: CompileContext) -> None:
 
 def _put_inputs_first(graph: fx.Graph) -> None:
     """AOTAutograd makes the token that orders operators with effects before the inputs, where no launch may go."""
-    order, inputs = order_of(graph), graph.find_nodes(op="placeholder")
-    for node in reversed([each for each in order if each not in inputs and order[each] < order[inputs[-1]]]):
-        inputs[-1].append(node)
+    last = graph.find_nodes(op="placeholder")[-1]
+    before = itertools.takewhile(lambda node: node is not last, graph.nodes)
+    for node in reversed([each for each in before if each.op != "placeholder"]):
+        last.append(node)
 
 
 def _returned(graph: fx.Graph) -> dict[int, int]:

@@ -104,12 +104,9 @@ def _in_one_loop(read: Dep, write: Dep) -> bool:
 
 def _extent(dep: MemoryDep) -> ValueRanges[Any]:
     """From the first to the last element that may be touched."""
-    sizes = {name: dep.ranges.get(name) for name in dep.index.free_symbols}
-    known = {
-        name: ValueRanges(0, size - 1 if size is not None and size.is_Integer else int_oo)
-        for name, size in sizes.items()
-    }
-    return bound_sympy(dep.index, known)
+    sizes = {name: dep.ranges.get(name, int_oo) for name in dep.index.free_symbols}
+    ends = {name: size - 1 if size.is_Integer else int_oo for name, size in sizes.items()}
+    return bound_sympy(dep.index, {name: ValueRanges(0, end) for name, end in ends.items()})
 
 
 class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]  # of 2.13
@@ -173,12 +170,13 @@ def _check_loop(parts: Sequence[Any], memory: dict[str, str]) -> None:
     for place, writer in enumerate(parts):
         written = dict(_written(writer, memory))
         for write in writer.read_writes.writes:
-            where = written.get(write.name, "")
+            if (where := written.get(write.name)) is None:
+                continue
             reads = [read for part in parts[:place] for read in _reads_of(part, where, memory)]
             # Its own reads without a place are of an order, or a library call's.
             reads += [read for read in _reads_of(writer, where, memory) if isinstance(read, MemoryDep)]
             if not all(_in_one_loop(read, write) for read in reads):
-                _refuse(f"have one kernel read and write {written[write.name]} in another order than the graph's")
+                _refuse(f"have one kernel read and write {where} in another order than the graph's")
 
 
 def _refuse(what: str) -> NoReturn:

@@ -161,6 +161,15 @@ def sharded(model: Model, *, compile: str | None = "eager", **shard_options: Any
     return built, torch.compile(built, backend="vescale", options={"lowering": compile})
 
 
+def assert_gradients_of(model: nn.Module, reference: nn.Module, *, atol: float) -> None:
+    """The sharded model has the gradients that the unsharded one has, of the same loss on every rank."""
+    for param, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        if theirs.grad is None:
+            assert param.grad is None or not param.grad.full_tensor().any()
+        else:
+            torch.testing.assert_close(param.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=atol)
+
+
 def train(call: nn.Module, params: Iterable[nn.Parameter], data: list[Batch]) -> list[float]:
     optimizer = adamw(params)
     losses = []

@@ -100,9 +100,7 @@ def test_kernels_read_the_parameters_that_the_program_reads(program, shape):
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
-    for param, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        if theirs.grad is not None:
-            torch.testing.assert_close(param.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-6)
+    models.assert_gradients_of(model, reference, atol=1e-6)
 
 
 @pytest.mark.parametrize(
