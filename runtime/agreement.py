@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals import default_store
+from .collectives import connect
 from .dbuffer import DBuffer
 
 DEADLINE_S = 300.0
@@ -108,7 +109,8 @@ class RanksMissing(RuntimeError):
 
 @torch.compiler.disable
 def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE_S) -> None:
-    """:func:`agree` on the layout of units, and of replicas on their values, once for each buffer, where first read.
+    """:func:`agree` on the layout of units, and of replicas on their values, once for each buffer, where first read,
+    and connect, while all are here.
 
     Every rank comes to that point, whether it compiles a graph there or has one already.
     """
@@ -122,6 +124,7 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE
             names = mesh.mesh_dim_names or ()
             agree(mesh[names[0]], "values of replicas", sums, remedy=_SAME_VALUES, deadline_s=deadline_s)
         for buffer in members:
+            connect(buffer.shard.device, buffer.group)
             buffer.agreed = True
 
 

@@ -248,7 +248,7 @@ class DBuffer:
     def describe(self) -> list[str]:
         """Lines that must be equal on every rank of the mesh, the most telling first."""
         head = (
-            f"unit {self.name}: {len(self.slots)} parameters, {self.shard.dtype}, "
+            f"unit {self.name}: {len(self.slots)} parameters, {self.shard.dtype} on {self.shard.device.type}, "
             f"shard of {self.shard.numel()} elements, mesh {tuple(self.mesh.shape)}, {self.policy}"
         )
         params = (

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..torch_internals import is_fake, is_traced_to_operators, never_start_tracing_at
+from ..torch_internals import is_fake, is_traced_to_operators, never_start_tracing_at, operators_traced_into
 from . import eager
 from .boundary import bound
+
+_CHECKPOINT = str(torch.ops.higher_order.tag_activation_checkpoint)
 
 
 @torch.compiler.allow_in_graph
@@ -25,8 +27,10 @@ def unshard_param(param: Tensor, place: str, accumulates: bool, dtype: torch.dty
     ``place`` and ``accumulates`` are read by the compiler only: they are here so that Dynamo guards on
     them. A graph is reused for another parameter only where its unit is laid out alike.
     """
+    _check_has_memory(param)
     if is_fake(param):  # Dynamo asks for shape and dtype
         _check_compiled_by_us(param)
+        _check_readable_here(param)
         return torch.empty(param.shape, dtype=dtype, device=param.device, requires_grad=param.requires_grad)
     return eager.unsharded(bound(param))
 
@@ -42,3 +46,26 @@ def _check_compiled_by_us(param: Tensor) -> None:
             "compiled by a backend that does not gather them. Compile it with torch.compile(model, backend='vescale'); "
             "torch.export takes a model as it is before fully_shard"
         )
+
+
+def _check_has_memory(param: Tensor) -> None:
+    """A backend that communicates nothing is for graphs of models that have none."""
+    if param.is_meta and dist.get_backend() != "fake":
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] a sharded parameter of shape {tuple(param.shape)} is on the meta device: it "
+            "has no memory. Before the first step, on every rank: model.to_empty(device=...), then initialize its "
+            "parameters or load a checkpoint"
+        )
+
+
+def _check_readable_here(param: Tensor) -> None:
+    """Inside an operator that runs a function of the user's, PyTorch would take the shard for the parameter. What a
+    checkpointed region reads is moved out of it by ``hoist``. Of a unit's parameters read before, most of these
+    operators take no two, which are views of one buffer."""
+    for operator in operators_traced_into():
+        if operator != _CHECKPOINT:
+            raise RuntimeError(
+                f"[rank {dist.get_rank()}] a sharded parameter of shape {tuple(param.shape)} is read in what the "
+                f"operator {operator!r} is given to run. Read it before (weight = self.weight.clone()), and use the "
+                "copy there; in a module that is called there, by torch.func.functional_call"
+            )

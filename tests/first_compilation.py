@@ -8,6 +8,7 @@ import gc
 
 import torch
 import torch._inductor.config
+import torch.hub
 from ranks import fake_world
 
 import vescale_compile as vc
@@ -25,6 +26,7 @@ def compile_two() -> None:
 # Threads and pools of compilers would not survive the fork; nor would autograd's threads, which a build with CUDA
 # starts even where there is no GPU.
 if not torch.backends.cuda.is_built():
+    torch.hub.tqdm.monitor_interval = 0  # Inductor draws a progress bar, which starts a thread
     with fake_world(2), torch._inductor.config.patch(compile_threads=1):
         compile_two()
 torch._dynamo.reset()

@@ -265,6 +265,7 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, directory: s
     log = open(Path(directory, f"rank{rank}.log"), "w", buffering=1)  # noqa: SIM115  (open as long as the process)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of threads that run no Python, too
     faulthandler.enable(file=log)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     torch.set_num_threads(1)

@@ -22,6 +22,7 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import lowering as _lowering
 from torch._inductor.async_compile import AsyncCompile as _AsyncCompile
@@ -372,6 +373,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_traced_to_operators(tensor: DTensor) -> bool:
     """Whether AOTAutograd or torch.export is tracing, which takes a function apart, where Dynamo keeps it whole."""
     return isinstance(tensor._local_tensor, FunctionalTensor) or get_proxy_mode() is not None
+
+
+def operators_traced_into() -> list[str]:
+    """The higher-order operators (scan, cond) whose bodies Dynamo is tracing in this thread, the innermost first."""
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    names = []
+    while tracer.parent is not None:
+        names.append(str(tracer.source_target))
+        tracer = tracer.parent
+    return names
 
 
 def outside_tracing() -> AbstractContextManager[Any]:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import vescale_compile as vc
 from vescale_compile import backend
 from vescale_compile.compiled import others_hear_of_failures
-from vescale_compile.runtime import agreement
-from vescale_compile.runtime.agreement import RanksMissing, agree, first_decides
+from vescale_compile.runtime import agreement, messages
+from vescale_compile.runtime.agreement import RanksMissing, agree, agree_on_buffers, first_decides
 from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
 from vescale_compile.runtime.crossing import forget_carried
 from vescale_compile.sharded_module import buffers_in
@@ -90,6 +90,34 @@ def test_another_policy_on_one_rank_is_found():
     call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
     with pytest.raises(Exception, match=r"ranks 1 differ .*reshard_after_forward=True"):
         call(*models.batches(1, 11)[0])
+
+
+@on_ranks(2)
+def test_a_rank_whose_model_has_no_memory_yet_is_named_on_every_rank():
+    model = vc.fully_shard(models.build(models.Uneven))
+    if dist.get_rank() == ODD:
+        model.to("meta")
+    with pytest.raises(Exception, match=r"ranks 1 differ from the others: rank 1 has .* on meta"):
+        model(*models.batches(1, 11)[0])
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_a_model_that_has_no_memory_yet_says_so(compile):
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven, compile=compile)
+    model.to("meta")
+    with pytest.raises(Exception, match=r"\[rank \d\] a sharded parameter .* is on the meta device.*model\.to_empty"):
+        call(*models.batches(1, 11)[0])
+
+
+@on_ranks(2)
+def test_ranks_that_have_agreed_open_connections_for_nothing_later():
+    """One that alone takes another way, uncompiled, say, would wait for those that don't come to open theirs."""
+    model = vc.fully_shard(nn.Linear(4, 2), mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
+    agree_on_buffers(buffers_in(model))
+    with mock.patch.object(messages, "group_beside", side_effect=AssertionError):
+        model(torch.ones(1, 4)).sum().backward()
 
 
 @on_ranks(2)

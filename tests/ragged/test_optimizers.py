@@ -47,9 +47,9 @@ def _capturable(form: dict[str, bool]) -> dict[str, bool]:
     return form | {"foreach": False} if form.get("foreach") else form
 
 
-def random_tensors(shapes: list[tuple[int, ...]], seed: int) -> list[torch.Tensor]:
+def random_tensors(shapes: list[tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     torch.manual_seed(seed)
-    return [torch.randn(shape) for shape in shapes]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
 def placement(shape: tuple[int, ...]) -> RaggedShard:
@@ -62,12 +62,13 @@ def train(
     form: dict[str, Any],
     place: Callable[..., torch.Tensor],
     shapes: list[tuple[int, ...]],
+    dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
     """Parameters and optimizer states after STEPS steps."""
-    params = [torch.nn.Parameter(place(p)) for p in random_tensors(shapes, seed=0)]
+    params = [torch.nn.Parameter(place(p)) for p in random_tensors(shapes, 0, dtype)]
     optimizer = make(params, **form)
     for step in range(1, STEPS + 1):
-        for param, grad in zip(params, random_tensors(shapes, seed=step), strict=True):
+        for param, grad in zip(params, random_tensors(shapes, step, dtype), strict=True):
             param.grad = place(grad)
         optimizer.step()
     states = [optimizer.state[p][key] for p in params for key in sorted(optimizer.state[p])]
@@ -120,6 +121,17 @@ def test_fused_steps_equal_the_unsharded_ones(name: str) -> None:
     whole_vectors = [(5, 16), (64,), (6, 2, 8)]
     assert_equal_to_unsharded(FUSED[name], {"fused": True}, whole_vectors, rtol=0, atol=0)
     assert_equal_to_unsharded(FUSED[name], {"fused": True}, SHAPES, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", ["adam", "adamw amsgrad", "adagrad", "rmsprop", "sgd"])
+def test_complex_parameters_step_as_unsharded_ones(name: str) -> None:
+    for foreach in (False, True):
+        expected, values = (
+            train(LOOP_AND_FOREACH[name], {"foreach": foreach}, place, SHAPES, torch.complex64)
+            for place in (torch.clone, as_ragged)
+        )
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -102,7 +102,7 @@ def test_each_redistribution_is_one_collective() -> None:
     assert collectives(lambda: to_ragged(sharded, uneven(8))) == {c10d.all_to_all_single: 1}
     assert collectives(lambda: ragged.redistribute(placements=[Shard(0)])) == {c10d.all_to_all_single: 1}
     assert collectives(lambda: to_ragged(partial, uneven(8))) == {c10d.reduce_scatter_tensor: 1}
-    assert collectives(ragged.full_tensor) == {c10d.all_gather_into_tensor: 1}
+    assert collectives(ragged.full_tensor) == {torch.ops.c10d._allgather_base_: 1}
     assert collectives(shard(full, RaggedShard((), (0, 0, 1, 0))).full_tensor) == {c10d.broadcast: 1}
     assert collectives(lambda: shard(full)) == {}
     assert collectives(lambda: ragged.redistribute(placements=ragged.placements)) == {}

@@ -149,8 +149,8 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if len(args) > 1:
         size = args[1]
         if len(size) != tensor.ndim or any(s not in (-1, d) for s, d in zip(size, tensor.shape, strict=True)):
-            wraps = ", as DistributedDataParallel takes it of what it wraps, and a sharded module must not be wrapped"
-            refuse(func, tensor, f"a view of shape {tuple(size)}" + (wraps if tuple(size) == (-1,) else ""))
+            flat = ", as LBFGS, parameters_to_vector and DistributedDataParallel take it, which is for unsharded models"
+            refuse(func, tensor, f"a view of shape {tuple(size)}" + (flat if tuple(size) == (-1,) else ""))
     alias = wrap(aten.alias.default(tensor._local_tensor), tensor._spec)
     return return_and_correct_aliasing(func, args, kwargs, alias)
 
@@ -181,6 +181,20 @@ def _rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         [RaggedShard(range(len(shape)), counts)],
         shape=shape,
     )
+    return return_and_correct_aliasing(func, args, kwargs, view)
+
+
+def _complex_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.view_as_real(tensor)``, whose last dimension, of two, is not cut, and ``torch.view_as_complex`` of such:
+    what Adam and others make of complex parameters, and write to."""
+    tensor: RaggedDTensor = args[0]
+    local, shape = tensor._local_tensor, (*tensor.shape, 2)
+    if func is aten.view_as_complex.default:
+        if tensor.shape[-1:] != (2,) or len(tensor.placement.dims) == tensor.ndim:
+            refuse(func, tensor, "the last dimension must be of two, and not one that may be cut")
+        local, shape = local.view(-1, 2), tensor.shape[:-1]
+    local = func(local).view(-1)
+    view = RaggedDTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=torch.Size(shape))
     return return_and_correct_aliasing(func, args, kwargs, view)
 
 
@@ -274,6 +288,8 @@ _HANDLERS: dict[OpOverload, Handler] = {
     **dict.fromkeys((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), _elementwise),
     **dict.fromkeys((aten.alias.default, aten.detach.default, aten.expand.default, aten.view.default), _alias),
     **dict.fromkeys((aten.select.int, aten.slice.Tensor), _rows),
+    aten.view_as_real.default: _complex_view,
+    aten.view_as_complex.default: _complex_view,
     aten.copy_.default: _copy,
     aten.index_put_.default: _write_where,
     **dict.fromkeys(

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from vescale_compile.ragged.dtensor import RaggedDTensor, check_layout, row_major_strides
 from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.torch_internals import all_gather_single
 
 c10d = torch.ops._c10d_functional
 
@@ -129,7 +130,12 @@ def _intervals(placement: Placement, mesh: DeviceMesh, shape: Sequence[int]) -> 
 
 
 def _all_gather(local: torch.Tensor, intervals: Intervals, group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole flat tensor on every rank; shards are padded to the largest, unless one is the whole."""
+    """The whole flat tensor on every rank; shards are padded to the largest, unless one is the whole.
+
+    Not by the functional all-gather: over gloo that is a coalesced one, and PyTorch 2.13's two worker threads of a
+    group both write the name of what they completed last, unlocked. A name of more than 15 characters, as that one's,
+    is then freed twice, rarely, and the process dies.
+    """
     sizes = [stop - start for start, stop in intervals]
     numel, largest = sum(sizes), max(sizes)
     if numel == 0:
@@ -139,7 +145,9 @@ def _all_gather(local: torch.Tensor, intervals: Intervals, group: dist.ProcessGr
         sent = sent if sent.numel() else sent.new_empty(numel)
         return c10d.wait_tensor(c10d.broadcast(sent, sizes.index(numel), group.group_name)).view(local.dtype)
     sent = F.pad(sent, (0, largest - sent.numel()))
-    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, len(sizes), group.group_name)).view(local.dtype)
+    gathered = sent.new_empty(len(sizes) * largest)
+    all_gather_single(gathered, sent, group=group)
+    gathered = gathered.view(local.dtype)
     if largest * len(sizes) == numel:
         return gathered
     return torch.cat([gathered[rank * largest :][:size] for rank, size in enumerate(sizes)])
