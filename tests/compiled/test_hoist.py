@@ -5,14 +5,13 @@ import pytest
 import torch
 from ranks import fake_world, on_ranks
 from torch import Tensor, nn
-from torch._higher_order_ops import scan
 from torch.func import functional_call
 
 import vescale_compile as vc
 
 
-class Scanned(nn.Module):
-    """A recurrence over the rows of a batch. ``how`` says where its cell's parameters are read."""
+class Gated(nn.Module):
+    """Its cell runs for some batches only. ``how`` says where the cell's parameters are read."""
 
     def __init__(self, how):
         super().__init__()
@@ -23,14 +22,12 @@ class Scanned(nn.Module):
         if self.how != "inside":
             read = {"weight": self.cell.weight.clone(), "bias": self.cell.bias.clone()}
 
-        def step(state, row):
+        def run(x):
             if self.how == "before":
-                state = nn.functional.linear(state, read["weight"], read["bias"])
-            else:
-                state = functional_call(self.cell, read, (state,))
-            return torch.tanh(state) + row, state.clone()
+                return nn.functional.linear(x, read["weight"], read["bias"])
+            return functional_call(self.cell, read, (x,))
 
-        return scan(step, torch.zeros(4), x)[1]
+        return torch.cond(x.sum() > 0, run, torch.sin, (x,))
 
 
 @torch.compiler.nested_compile_region
@@ -55,8 +52,8 @@ def test_nested_regions_are_refused():
 def test_what_an_operator_is_given_to_run_reads_no_sharded_parameter():
     torch._dynamo.reset()
     with fake_world(2):
-        call = torch.compile(vc.fully_shard(nn.Sequential(Scanned("inside"))), backend="vescale")
-        with pytest.raises(Exception, match=r"\[rank 0\] .*\(4, 4\) is read in .* 'scan' is given to run\. Read it"):
+        call = torch.compile(vc.fully_shard(nn.Sequential(Gated("inside"))), backend="vescale")
+        with pytest.raises(Exception, match=r"\[rank 0\] .*\(4, 4\) is read in .* 'cond' is given to run\. Read it"):
             call(torch.ones(3, 4))
 
 
@@ -64,10 +61,10 @@ def test_what_an_operator_is_given_to_run_reads_no_sharded_parameter():
 @pytest.mark.parametrize("how", ["before", "functional"])
 def test_it_takes_copies_of_parameters_that_were_read_before(how):
     torch._dynamo.reset()
-    reference, model = (nn.Sequential(*(Scanned(how) for _ in range(3))) for _ in range(2))
+    reference, model = (nn.Sequential(*(Gated(how) for _ in range(3))) for _ in range(2))
     model.load_state_dict(reference.state_dict())
     call = torch.compile(vc.fully_shard(model), backend="vescale", options={"lowering": "eager"})
-    x = torch.arange(12.0).view(3, 4)
+    x = torch.arange(12.0).view(3, 4) - 5
     call(x).square().sum().backward()
     torch.compile(reference, backend="aot_eager")(x).square().sum().backward()
     models.assert_gradients_of(model, reference, atol=1e-6)
