@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schemas import written_by
 from .aliases import allocations_of, bases_of, is_view, viewed
 from .context import GraphError, Role, buffer_of, comm_of
@@ -43,6 +44,7 @@ def check_tenants(graph: fx.Graph) -> None:
             of_view[node] = noted.get(memory[node].name) or of_view.get(viewed(node))
             continue
         comm, written = comm_of(node), written_by(node)
+        sent_as_codes = node.args[0] if node.target is start_reduce_scatter_quantized else None
         for arg in node.all_input_nodes:
             slot = memory[arg]
             ours = comm is not None or arg in written  # which Inductor keeps; their notes serve where the view is gone
@@ -58,6 +60,8 @@ def check_tenants(graph: fx.Graph) -> None:
                     "torch._inductor.config, or compile with options={'lowering': 'eager'}; without such passes, "
                     "please report the model"
                 )
+            if arg is sent_as_codes:
+                continue
             if comm is not None and comm.role in (Role.LAUNCH, Role.CARRY):
                 in_flight.add(slot)
             elif comm is not None:

@@ -14,6 +14,7 @@ import vescale_compile as vc
 from vescale_compile.cost.collectives import REDUCE_SCATTER
 from vescale_compile.passes.context import Comm, GraphError, Part, Role, Use
 from vescale_compile.passes.summary import Direction, Kind
+from vescale_compile.passes.tenants import check_tenants, note_tenants
 from vescale_compile.runtime import quantized_ops
 
 sys.path.append(str(Path(__file__).parents[1] / "compiled"))
@@ -315,3 +316,17 @@ def test_a_reduced_gradient_read_before_the_wait():
     graph.wait_reduction(buffers)
     with pytest.raises(GraphError, match=r"reduced gradients of unit layers\.0 are read before the wait"):
         graph.verify([early], context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_parameters_where_gradients_were_whose_codes_are_in_flight():
+    graph = QuantizedGraph()
+    packed = graph.buffer(Use.PACKED)
+    graph.launch(packed)
+    buffers = graph.launch_reduction(graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=True)))
+    graph.wait_gather(packed)
+    full = graph.dequantize(packed, graph.buffer(slot=True))
+    read = graph.read(graph.call(aten.view.default, full, [8]))
+    reduced = graph.wait_reduction(buffers)
+    graph.verify([read, reduced], context(Part.BACKWARD, reduced=(0,)))
+    note_tenants(graph.graph)
+    check_tenants(graph.graph)
