@@ -66,6 +66,7 @@ def _recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
 def _realize_into(cls: Any, source: Any, target: Any, unsafe_alias: bool = False) -> Any:
     """Copies ``source`` into memory; what is computed from that memory is stored first, for the scheduler to fuse."""
     value = source.data if isinstance(source, TensorBox) else source
+    target.realize()  # before, a view may have no name
     if target.get_name() in value.get_read_names():
         value.realize()
     return _copy_into(cls, source, target, unsafe_alias)

@@ -43,6 +43,20 @@ def test_a_read_stays_between_the_write_before_it_and_the_next(program, shape):
     torch.testing.assert_close(found, expected)
 
 
+def test_a_view_of_what_is_not_stored_yet_is_written():
+    """As the gradient of a diagonal is, into zeros."""
+    torch._dynamo.reset()
+
+    def of_a_diagonal(x: Tensor) -> Tensor:
+        return torch.sin(x.diagonal()).sum() + torch.tanh(x @ x).sum()
+
+    expected, found = (torch.rand(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    of_a_diagonal(expected).backward()
+    with reads_known_by_their_writes():
+        torch.compile(of_a_diagonal)(found).backward()
+    torch.testing.assert_close(found.grad, expected.grad)
+
+
 class Reversed(nn.Module):
     """Layers whose gradients mix elements of their parameters, in generated code."""
 
