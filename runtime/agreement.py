@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals import default_store
-from .collectives import connect
+from .collectives import exchanges_directly
 from .dbuffer import DBuffer
+from .messages import connect
 
 DEADLINE_S = 300.0
 _GRACE_S = 10.0  # for the first rank to say who is missing
@@ -124,7 +125,8 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE
             names = mesh.mesh_dim_names or ()
             agree(mesh[names[0]], "values of replicas", sums, remedy=_SAME_VALUES, deadline_s=deadline_s)
         for buffer in members:
-            connect(buffer.shard.device, buffer.group)
+            if exchanges_directly(buffer.shard.device, buffer.group):
+                connect(buffer.group)
             buffer.agreed = True
 
 

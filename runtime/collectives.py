@@ -32,7 +32,7 @@ from ..torch_internals import (
     reduce_scatter_coalesced,
     reduce_scatter_single,
 )
-from .messages import EXCHANGE, GATHER, REDUCTION, Message, peers_of, start_exchange, way_back
+from .messages import EXCHANGE, GATHER, REDUCTION, Message, peers_of, start_exchange
 
 _COALESCING = ("nccl", "fake")  # backends
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
@@ -208,12 +208,6 @@ def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:
 def scratch_numel(shard_numel: int, device: torch.device, group: dist.ProcessGroup) -> int:
     """Elements that :func:`start_reduce_scatter` needs besides its input and output."""
     return shard_numel * (group.size() - 1) if exchanges_directly(device, group) else 0
-
-
-def connect(device: torch.device, group: dist.ProcessGroup) -> None:
-    """Has the ranks of a group, which have all come here, open the connections that their exchanges take."""
-    if group.size() > 1 and exchanges_directly(device, group):
-        way_back(group)
 
 
 def exchanges_directly(device: torch.device, group: dist.ProcessGroup) -> bool:

@@ -35,9 +35,6 @@ def unshard_param(param: Tensor, place: str, accumulates: bool, dtype: torch.dty
     return eager.unsharded(bound(param))
 
 
-never_start_tracing_at(unshard_param, is_fake, bound)
-
-
 def _check_compiled_by_us(param: Tensor) -> None:
     """Another backend keeps the call in its graph, and would compute with a parameter that nobody gathered."""
     if is_traced_to_operators(cast(DTensor, param)):
@@ -69,3 +66,6 @@ def _check_readable_here(param: Tensor) -> None:
                 f"operator {operator!r} is given to run. Read it before (weight = self.weight.clone()), and use the "
                 "copy there; in a module that is called there, by torch.func.functional_call"
             )
+
+
+never_start_tracing_at(unshard_param, is_fake, bound, _check_has_memory)

@@ -99,12 +99,19 @@ def _way(sender: int, receiver: int, group: dist.ProcessGroup) -> dist.ProcessGr
     it, and if something comes meanwhile, gloo's own thread asks for it in vain again and again, on a core that others
     compute on. So what comes is on another connection than what goes.
     """
-    return group if sender < receiver else way_back(group)
+    return group if sender < receiver else _way_back(group)
 
 
-def way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks, over connections of their own, made when first asked for: a rank that asks alone waits for the
-    others until the process group's timeout."""
+def connect(group: dist.ProcessGroup) -> None:
+    """Has the ranks of a group, which have all come here, open the connections that their exchanges take.
+
+    Where nobody did, a first exchange does: there a rank that comes alone waits until the process group's timeout.
+    """
+    if group.size() > 1:
+        _way_back(group)
+
+
+def _way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group not in _ways_back:
         _ways_back[group] = group_beside(group, "way back")
     return _ways_back[group]
