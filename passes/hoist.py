@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..runtime.marker import unshard_param
+from ..runtime.marker import CHECKPOINT, unshard_param
 from .context import CompileContext, fail
 
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _NESTED = torch.ops.higher_order.invoke_subgraph
 
 
@@ -30,7 +29,7 @@ def hoist(gm: fx.GraphModule, context: CompileContext) -> None:
             hoist(body, context)
             markers = [n for n in body.graph.nodes if n.target is unshard_param]
             # In other operators' bodies `unshard_param` refuses to be traced.
-            assert not markers or (node.target is _CHECKPOINT and node.args[0] is body_node)
+            assert not markers or (node.target is CHECKPOINT and node.args[0] is body_node)
             _hoist_from(body, markers, gm, node)
 
 

@@ -17,7 +17,8 @@ from ..torch_internals import is_fake, is_traced_to_operators, never_start_traci
 from . import eager
 from .boundary import bound
 
-_CHECKPOINT = str(torch.ops.higher_order.tag_activation_checkpoint)
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+"""The one operator whose body may read parameters: ``hoist`` moves the calls out of it."""
 
 
 @torch.compiler.allow_in_graph
@@ -56,14 +57,13 @@ def _check_has_memory(param: Tensor) -> None:
 
 
 def _check_readable_here(param: Tensor) -> None:
-    """Inside an operator that runs a function of the user's, PyTorch would take the shard for the parameter. What a
-    checkpointed region reads is moved out of it by ``hoist``. Of a unit's parameters read before, most of these
-    operators take no two, which are views of one buffer."""
+    """Inside an operator that runs a user's function, PyTorch would take the shard for the parameter. Of a unit's
+    parameters read before, most of these operators take no two, which are views of one buffer."""
     for operator in operators_traced_into():
-        if operator != _CHECKPOINT:
+        if operator is not CHECKPOINT:
             raise RuntimeError(
                 f"[rank {dist.get_rank()}] a sharded parameter of shape {tuple(param.shape)} is read in what the "
-                f"operator {operator!r} is given to run. Read it before (weight = self.weight.clone()), and use the "
+                f"operator '{operator}' is given to run. Read it before (weight = self.weight.clone()), and use the "
                 "copy there; in a module that is called there, by torch.func.functional_call"
             )
 

@@ -375,14 +375,14 @@ def is_traced_to_operators(tensor: DTensor) -> bool:
     return isinstance(tensor._local_tensor, FunctionalTensor) or get_proxy_mode() is not None
 
 
-def operators_traced_into() -> list[str]:
+def operators_traced_into() -> list[Any]:
     """The higher-order operators (scan, cond) whose bodies Dynamo is tracing in this thread, the innermost first."""
     tracer = InstructionTranslator.current_tx().output.current_tracer
-    names = []
+    operators = []
     while tracer.parent is not None:
-        names.append(str(tracer.source_target))
+        operators.append(tracer.source_target)
         tracer = tracer.parent
-    return names
+    return operators
 
 
 def outside_tracing() -> AbstractContextManager[Any]:

@@ -288,8 +288,7 @@ _HANDLERS: dict[OpOverload, Handler] = {
     **dict.fromkeys((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), _elementwise),
     **dict.fromkeys((aten.alias.default, aten.detach.default, aten.expand.default, aten.view.default), _alias),
     **dict.fromkeys((aten.select.int, aten.slice.Tensor), _rows),
-    aten.view_as_real.default: _complex_view,
-    aten.view_as_complex.default: _complex_view,
+    **dict.fromkeys((aten.view_as_real.default, aten.view_as_complex.default), _complex_view),
     aten.copy_.default: _copy,
     aten.index_put_.default: _write_where,
     **dict.fromkeys(
