@@ -13,6 +13,8 @@ from unittest import mock
 
 import torch
 from torch._inductor import custom_graph_pass
+from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
+from torch._inductor.codegen.cpp_utils import LocalBufferContext
 from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.dependencies import Dep, MemoryDep, StarDep, WeakDep
 from torch._inductor.ir import MutationLayoutSHOULDREMOVE, TensorBox
@@ -34,10 +36,13 @@ def reads_known_by_their_writes() -> Iterator[None]:
     Such a read goes by the name of that write. The scheduler forgets it in two places, and then moves the read before
     what it waits for, or into one loop with what overwrites other elements. Lowering makes such a loop itself, where it
     casts what it copies; and a fusion of loops takes what only waits for memory to read it, and fails.
+
+    Such a fusion may also keep one row of what its loops hand each other, where an iteration computes several.
     """
     with (
         mock.patch.object(MutationLayoutSHOULDREMOVE, "realize_into", classmethod(_realize_into)),
         mock.patch.object(LoopBody, "get_read_expr", _get_read_expr),
+        mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _may_share_outer_loops),
         mock.patch.object(Scheduler, "fusable_weak_dep", _fusable_weak_dep),
         mock.patch.object(SchedulerNode, "recompute_size_and_body", _recompute_size_and_body),
     ):
@@ -80,8 +85,21 @@ def _get_read_expr(body: Any, name: str) -> Any:
         return None
 
 
+def _may_share_outer_loops(node: Any, kernels: Sequence[Any], depth: int) -> bool:
+    """Whether the loops of several kernels become one, with theirs inside; else each keeps its own.
+
+    What one hands the next is kept for one iteration of the outer loops (PyTorch issue 185702).
+    """
+    context = V.local_buffer_context
+    keeps_one = isinstance(context, LocalBufferContext) and context.local_buffers
+    if keeps_one and any(loop.steps != 1 for kernel in kernels for loop in kernel.loop_nest.loops[:depth]):
+        return False
+    return bool(_share_outer_loops(node, kernels, depth))
+
+
 _copy_into = MutationLayoutSHOULDREMOVE.realize_into.__func__  # type: ignore[attr-defined]
 _place_read = LoopBody.get_read_expr
+_share_outer_loops = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
 _fusable_as_named = Scheduler.fusable_weak_dep
 _recompute = SchedulerNode.recompute_size_and_body
 

@@ -1,12 +1,14 @@
 """What kernels read where memory was written before, and after."""
 
 import contextlib
+from collections.abc import Iterator
 
 import models
 import pytest
 import torch
 from ranks import fake_world, on_ranks
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from written import code_written_for
 
 import vescale_compile as vc
@@ -33,27 +35,39 @@ def fill_and_reverse(memory: Tensor, value: Tensor, x: Tensor) -> tuple[Tensor]:
     return (memory,)
 
 
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Has Inductor generate code as we do: what it compiled before this, or without us, is not found."""
+    torch._dynamo.reset()
+    with inductor_config.patch(force_disable_caches=True), reads_known_by_their_writes():
+        yield
+
+
 @pytest.mark.parametrize(("program", "shape"), [(fill_and_read, (16, 16)), (fill_and_reverse, (32,))])
 def test_a_read_stays_between_the_write_before_it_and_the_next(program, shape):
-    torch._dynamo.reset()
     value, x = torch.rand(shape), torch.rand(shape)
     expected = program(torch.zeros(shape), value, x)
-    with reads_known_by_their_writes():
+    with compiled_anew():
         found = torch.compile(program)(torch.zeros(shape), value, x)
     torch.testing.assert_close(found, expected)
 
 
-def test_a_view_of_what_is_not_stored_yet_is_written():
-    """As the gradient of a diagonal is, into zeros."""
-    torch._dynamo.reset()
+def of_a_diagonal(x: Tensor) -> Tensor:
+    """Its gradient is written into a view of zeros that are not stored yet."""
+    return torch.sin(x.diagonal()).sum() + torch.tanh(x @ x).sum()
 
-    def of_a_diagonal(x: Tensor) -> Tensor:
-        return torch.sin(x.diagonal()).sum() + torch.tanh(x @ x).sum()
 
-    expected, found = (torch.rand(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
-    of_a_diagonal(expected).backward()
-    with reads_known_by_their_writes():
-        torch.compile(of_a_diagonal)(found).backward()
+def of_rows_and_columns(x: Tensor) -> Tensor:
+    """A loop over rows of its gradient keeps what it computes of one, and could be of several at once."""
+    return (nn.functional.layer_norm(x + torch.sin(x * x[0]).T, (16,)) * x).mean()
+
+
+@pytest.mark.parametrize("program", [of_a_diagonal, of_rows_and_columns])
+def test_gradients_are_what_the_program_says(program):
+    expected, found = (torch.rand(16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in "ab")
+    program(expected).backward()
+    with compiled_anew():
+        torch.compile(program)(found).backward()
     torch.testing.assert_close(found.grad, expected.grad)
 
 
