@@ -20,7 +20,7 @@ from vescale_compile.schedule import (
     least_peak,
     simulate,
 )
-from vescale_compile.schedule.early import IN_FLIGHT
+from vescale_compile.schedule.early import IN_FLIGHT, LONGER
 
 NEVER_AHEAD = (Launch((0,)), Wait((0,)), Run(0), Launch((1,)), Wait((1,)), Run(1))
 
@@ -107,3 +107,19 @@ def test_order_and_peak_stay_and_no_launch_is_later(graph: TaskGraph, room: int)
 def test_on_one_lane_nothing_ends_later(graph: TaskGraph, room: int) -> None:
     found = find_schedule(graph, least_peak(graph) + room)
     assert simulate(graph, launched_early(graph, found.schedule)).makespan <= found.timeline.makespan
+
+
+def test_a_launch_that_would_hold_up_what_is_needed_first_stays_where_it_was() -> None:
+    compute = (Compute("writes", 1.0), Compute("beside", 1.0), Compute("reads", 9.0))
+    reduction = Transfer("reduction", 0.0, 9.0, writers=(0,), lane="reductions")
+    gather = Transfer("gather", 0.0, 2.0, readers=(2,), lane="gathers")
+    graph = TaskGraph(compute, (reduction, gather))
+    gather_first = (Launch((1,)), Run(0), Run(1), Wait((1,)), Launch((0,)), Run(2), Wait((0,)))
+    assert early(graph, *gather_first) == gather_first
+
+
+@pytest.mark.slow
+@given(sharded_steps(3, lanes=2), st.integers(0, 12))
+def test_on_two_lanes_nothing_ends_much_later(graph: TaskGraph, room: int) -> None:
+    found = find_schedule(graph, least_peak(graph) + room)
+    assert simulate(graph, launched_early(graph, found.schedule)).makespan <= LONGER * found.timeline.makespan
