@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import wire
 from forecaster import Forecast, Forecaster
-from options import check_folder, seconds, some_of
+from options import check_folder, seconds, some_of, write_record
 from processes import Ranks, RanksFailed
 from worker import Job, Step
 from workload import FOUR_LAYERS, Policy, Workload
@@ -265,7 +265,7 @@ def _read(path: Path | None, how: dict[str, Any]) -> list[Cell]:
 
 def _write(path: Path | None, how: dict[str, Any], cells: Sequence[Cell]) -> None:
     if path is not None:
-        path.write_text(json.dumps({"how": how, "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n")
+        write_record(path, {"how": how, "cells": [asdict(cell) for cell in cells]})
 
 
 def _say(line: str) -> None:

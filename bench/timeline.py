@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import signal
 import sys
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import wire
 from forecaster import Forecast
-from options import PICTURES, check_folder, check_picture, count, rate, seconds, some_of
+from options import PICTURES, check_folder, check_picture, count, rate, seconds, some_of, write_record
 from predict import cluster_of, gigabits
 from processes import Ranks
 from systems import OURS, SYSTEMS
@@ -111,8 +110,7 @@ def main() -> int:
     draw(lanes, setting).savefig(args.out, dpi=150)
     if args.json is not None:
         lines = [asdict(lane) | {"hidden": lane.hidden, "unwaited": lane.unwaited} for lane in lanes]
-        kept = {"setting": setting, "lanes": lines}
-        args.json.write_text(json.dumps(kept) + "\n")
+        write_record(args.json, {"setting": setting, "lanes": lines})
     for lane in lanes:
         computation, busy = (1e3 * _total(merged(spans)) for spans in (lane.computation, lane.wire))
         print(
