@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes import bucketing  # noqa: F401  # defines operators that code found in a cache calls
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

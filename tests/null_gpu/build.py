@@ -7,6 +7,7 @@ called. Tensors hold anything; memory, launches and their order are those of a G
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -35,7 +36,11 @@ def build(folder: Path) -> dict[str, str]:
     made = folder / "libcuda.so.1"  # by this name the driver is looked for
     parts = [str(path) for path in (*objects, _compiled(rest, folder))]
     subprocess.run(["gcc", "-shared", f"-Wl,-soname,{made.name}", "-o", str(made), *parts, "-ldl"], check=True)
-    return {"LD_PRELOAD": str(made), "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder)}
+    told = folder / "nvidia-smi"  # asked by Triton for the clock rate, in MHz
+    told.write_text("#!/bin/sh\necho 1980\n")
+    told.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return {"LD_PRELOAD": str(made), "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder), "PATH": path}
 
 
 def _compiled(source: Path, folder: Path, headers: Sequence[Path] = ()) -> Path:

@@ -94,6 +94,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
   case cudaDevAttrMaxThreadsPerMultiProcessor: *value = properties.maxThreadsPerMultiProcessor; break;
   case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
   case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
+  case cudaDevAttrClockRate: *value = 1980000; break;       /* kHz */
+  case cudaDevAttrMemoryClockRate: *value = 2619000; break; /* kHz */
+  case cudaDevAttrGlobalMemoryBusWidth: *value = 5120; break;
   default: *value = 0;
   }
   return cudaSuccess;
