@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
+from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.passes.summary import Kind
 from vescale_compile.runtime import crossing, pool
@@ -52,6 +53,17 @@ def test_layers_share_their_slots_however_many_there_are():
             layer, root = graph.units[1].gathered_bytes, graph.units[0].gathered_bytes
     # A layer's parameters and gradients, the next one's, and the root's, which live longer.
     assert max(sizes) <= 5 * layer + 2 * root
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_layers_that_are_gathered_in_parts_share_slots_of_three_layers_at_most(layers):
+    with fake_world(2):
+        torch._dynamo.reset()
+        model = vc.fully_shard(Llama(LlamaConfig(layers=layers, dim=512, heads=8, kv_heads=4)))
+        (graph,) = vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager"}).graphs
+    parts = [unit.gathered_bytes for unit in graph.units if unit.name.startswith("layers.1#")]
+    assert len(parts) == 4
+    assert graph.slot_bytes <= 3 * sum(parts)
 
 
 def test_no_two_buffers_are_in_a_slot_at_a_time():
