@@ -102,6 +102,13 @@ def test_the_fastest_configuration_of_a_system_is_marked_in_each_table() -> None
     assert marked == ["fsdp2", "simplefsdp", "simplefsdp-bucketed *", "simplefsdp *", "simplefsdp-bucketed"]
 
 
+def test_a_configuration_that_may_be_the_fastest_and_was_not_run_is_named() -> None:
+    alone = [measured("simplefsdp"), measured("vescale")]
+    line = "Not measured, and may be the one that counts: simplefsdp-bucketed."
+    assert line in tables(alone).splitlines()
+    assert "Not measured" not in tables([*alone, measured("simplefsdp-bucketed")])
+
+
 def test_figures_stand_in_their_columns() -> None:
     (row,) = rows([measured("fsdp2")])
     expected = {
