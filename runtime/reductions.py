@@ -14,9 +14,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import ReceivesGradients, receivers_of_gradients, will_run
+from ..torch_internals import ReceivesGradients, left_out, receivers_of_gradients, will_run
 from .rounding import Rounding
 
 _numbers = itertools.count()
@@ -111,7 +112,7 @@ def held_back(full: Tensor, shard: Tensor, handle: Tensor | None) -> bool:
     receiver = _receiver(reductions_of(handle))
     if receiver is None or receiver.reduces:
         return False
-    if will_run(receiver):
+    if _comes_to(receiver):
         reductions_of(handle).hold(full)
     shard.zero_()
     return True
@@ -135,7 +136,26 @@ def _taken(handle: Tensor | None) -> Tensor | None:
     if handle is None or (reductions := reductions_of(handle)).unreduced is None:
         return None
     receiver = _receiver(reductions)
-    return reductions.take() if receiver is None or will_run(receiver) else None
+    return reductions.take() if receiver is None or _comes_to(receiver) else None
+
+
+def _comes_to(receiver: ReceivesGradients) -> bool:
+    """Whether the backward that is running is for the gradients of a unit that accumulates.
+
+    Raises:
+        RuntimeError: it is for some of them, and would add to all, or returns them.
+    """
+    if not will_run(receiver):
+        return False
+    if others := left_out(receiver):
+        buffer, slot = others[0]._vescale_binding
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] parameter {buffer.slots[slot].name}: inside no_sync, and in the first backward "
+            f"after it, the gradients of unit {buffer.name} accumulate together, and this backward does not add to "
+            "this parameter's .grad: backward(inputs=...) leaves it out, or torch.autograd.grad is called. Name all of "
+            "the unit's parameters in inputs, or take these gradients where nothing has accumulated"
+        )
+    return True
 
 
 def _accumulates(handle: Tensor) -> bool:

@@ -407,6 +407,7 @@ class ReceivesGradients(Protocol):
 
     buffer: Any
     reduces: bool
+    params: tuple[Any, ...]
 
 
 def receivers_of_gradients() -> list[Any]:
@@ -420,6 +421,20 @@ def receivers_of_gradients() -> list[Any]:
 def will_run(function: ReceivesGradients) -> bool:
     """Whether the backward that is running comes to it: it does not where ``torch.autograd.grad`` asks for others."""
     return torch._C._will_engine_execute_node(function)  # type: ignore[arg-type]
+
+
+def left_out(function: ReceivesGradients) -> list[Any]:
+    """The leaves it gives gradients to whose ``.grad`` the backward that is running does not add to: ``backward(inputs=)``
+    names others, or ``torch.autograd.grad`` returns their gradients."""
+    leaves = zip(function.params, function.next_functions, strict=True)  # type: ignore[attr-defined]
+    return [leaf for leaf, (node, _) in leaves if not _adds_to_grad(node)]
+
+
+def _adds_to_grad(leaf: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # of leaves whose gradient is returned it can't say
+        return False
 
 
 def in_backward() -> bool:

@@ -288,6 +288,26 @@ def test_gradients_that_nobody_asked_for_are_not_accumulated_nor_take_what_was(c
     assert gradients_differ(model, reference) < 1e-6
 
 
+def backward_of_some(loss, some) -> None:
+    loss.backward(inputs=some)
+
+
+@pytest.mark.parametrize("ask", [backward_of_some, torch.autograd.grad])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_gradients_of_some_parameters_of_a_unit_that_accumulates_are_refused(compile, inside, ask):
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven, compile=compile)
+    data = models.batches(2, 11)
+    with vc.no_sync(model):
+        call(*data[0]).backward()
+    with vc.no_sync(model) if inside else contextlib.nullcontext():
+        loss = call(*data[1])
+    with pytest.raises(RuntimeError, match=r"rank \d.*parameter layers\.0\..*no_sync"):
+        ask(loss, [model.layers[0].up.weight])
+
+
 @pytest.mark.parametrize("inside", [True, False])
 @on_ranks(2)
 def test_where_the_forward_ran_counts_though_it_runs_again_in_the_backward(inside):
