@@ -34,7 +34,7 @@ _MOST_NAMED = 8  # ranks that a message describes one by one
 _GRAPH = "compiled graph"
 _SAME_MODEL = (
     "Every rank must build the same model, in the same order, with the same parameters frozen, and compile and call it "
-    "alike (in training or evaluation, inside no_sync or not)."
+    "alike (with the same options, in training or evaluation, inside no_sync or not)."
 )
 _OTHERWISE_BUSY = "They are not doing what the other ranks do: compare what each rank calls before this point."
 _STILL_COMPILING = (
@@ -130,16 +130,17 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE
             buffer.agreed = True
 
 
-def agree_on_graph(buffers: Sequence[DBuffer], collectives: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
-    """:func:`agree` on the order, sizes and dtypes of a graph's collectives, once for each sequence of them.
+def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
+    """:func:`agree` on a graph's options and the order, sizes and dtypes of its collectives, once for each sequence of
+    them.
 
     A rank that compiles again by itself, for another batch size, say, has the collectives of the first time, and
     waits for nobody.
     """
     for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
-        key = (_name(mesh), *collectives)
+        key = (_name(mesh), *lines)
         if key not in life().graphs:
-            agree(mesh, _GRAPH, collectives, absent=_STILL_COMPILING, deadline_s=deadline_s)
+            agree(mesh, _GRAPH, lines, absent=_STILL_COMPILING, deadline_s=deadline_s)
             if dist.get_backend() != "fake":  # where nobody was asked
                 life().graphs.add(key)
 
@@ -279,7 +280,7 @@ class _Exchange:
         else:
             missing = [asking]
         came = "" if missing else "; all have come, and the first of them has not compared"
-        message = f"no answer from ranks {_some(missing or self.ranks[:1])} within {self.deadline_s:g} s{came}. "
+        message = f"no answer from {_some(missing or self.ranks[:1])} within {self.deadline_s:g} s{came}. "
         return self._settle({"message": message + self.absent})
 
     def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
@@ -296,7 +297,8 @@ class _Exchange:
                 ("?", "?"),
             )
             parts.append(f"rank {rank} has {mine or 'nothing'!r} where rank {like} has {theirs or 'nothing'!r}")
-        return f"ranks {_some(differing)} differ from the others: {'; '.join(parts)}. {self.remedy}"
+        verb = "differs" if len(differing) == 1 else "differ"
+        return f"{_some(differing)} {verb} from the others: {'; '.join(parts)}. {self.remedy}"
 
     def _post(self, key: str, value: str) -> None:
         self.store.set(f"{self.prefix}/{key}", value)
@@ -328,5 +330,5 @@ def _name(mesh: DeviceMesh) -> str:
 
 
 def _some(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    named = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:_MOST_NAMED]))}"
     return named if len(ranks) <= _MOST_NAMED else f"{named} and {len(ranks) - _MOST_NAMED} more"

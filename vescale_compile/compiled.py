@@ -39,7 +39,7 @@ class CompiledGraph:
             {unit.indices[view] for view in self._gradients.get(ordinal, ())}
             for ordinal, unit in enumerate(captured.units)
         )
-        self._collectives = _collectives(captured)
+        self._alike = _alike(captured)
         self._take_down()
         self._others = captured.others
         forward = captured.context.summaries.get(Part.FORWARD)
@@ -53,7 +53,7 @@ class CompiledGraph:
         if not all(buffer.agreed for buffer in buffers):
             agree_on_buffers(buffers, deadline_s=self._deadline)
         if self._life is not life():  # with ranks that may compile the graph only now
-            agree_on_graph(buffers, self._collectives, deadline_s=self._deadline)
+            agree_on_graph(buffers, self._alike, deadline_s=self._deadline)
             self._take_down()
         # By names: layers that share the graph are told apart, and what ranks call their groups plays no part.
         number = zlib.crc32("".join(buffer.name for buffer in buffers).encode())
@@ -124,13 +124,18 @@ def others_hear_of_failures(buffers: Sequence[DBuffer]) -> Iterator[None]:
 
 
 def check_agreement(captured: Capture, deadline: float) -> None:
-    """Compares the compiled graph's collectives with the other ranks', for ``deadline`` seconds at most.
+    """Compares the compiled graph's options and collectives with the other ranks', for ``deadline`` seconds at most.
 
     Raises:
         RanksDisagree, RanksMissing: the others are not about to do the same.
     """
-    agree_on_graph(captured.buffers, _collectives(captured), deadline_s=deadline)
+    agree_on_graph(captured.buffers, _alike(captured), deadline_s=deadline)
 
 
-def _collectives(captured: Capture) -> list[str]:
-    return [f"{part.value}: {line}" for part, lines in captured.context.collectives.items() for line in lines]
+def _alike(captured: Capture) -> list[str]:
+    """What ranks compare: the options that schedules depend on, and the collectives."""
+    context = captured.context
+    budget = "None" if context.memory_budget is None else f"{context.memory_budget} bytes"
+    options = f"lowering={context.lowering.value}, memory_budget={budget}, cluster={context.wanted_cluster}"
+    lines = [f"{part.value}: {line}" for part, lines in context.collectives.items() for line in lines]
+    return [f"options {options}", *lines]

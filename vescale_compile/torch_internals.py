@@ -424,8 +424,8 @@ def will_run(function: ReceivesGradients) -> bool:
 
 
 def left_out(function: ReceivesGradients) -> list[Any]:
-    """The leaves it gives gradients to whose ``.grad`` the backward that is running does not add to: ``backward(inputs=)``
-    names others, or ``torch.autograd.grad`` returns their gradients."""
+    """The leaves it gives gradients to whose ``.grad`` the backward that is running does not add to:
+    ``backward(inputs=...)`` names others, or ``torch.autograd.grad`` returns their gradients."""
     leaves = zip(function.params, function.next_functions, strict=True)  # type: ignore[attr-defined]
     return [leaf for leaf, (node, _) in leaves if not _adds_to_grad(node)]
 

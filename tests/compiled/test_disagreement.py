@@ -67,7 +67,7 @@ def test_a_rank_with_another_model_is_named_on_every_rank(odd, compile):
     build = odd if dist.get_rank() == ODD else models.Uneven
     began = time.monotonic()
     _, call = models.sharded(build, compile=compile)
-    with pytest.raises(Exception, match=r"ranks 1 differ from the others: rank 1 has .* where rank 0 has") as caught:
+    with pytest.raises(Exception, match=r"rank 1 differs from the others: rank 1 has .* where rank 0 has") as caught:
         call(*models.batches(1, 11)[0])
     assert f"[rank {dist.get_rank()}]" in str(caught.value)
     assert time.monotonic() - began < 60
@@ -79,7 +79,7 @@ def test_freezing_after_sharding_on_one_rank_is_found():
     model, call = models.sharded(models.Uneven)
     if dist.get_rank() == ODD:
         model.get_parameter("head.bias").requires_grad_(False)
-    with pytest.raises(Exception, match="ranks 1 differ from the others"):
+    with pytest.raises(Exception, match="rank 1 differs from the others"):
         call(*models.batches(1, 11)[0])
 
 
@@ -88,7 +88,17 @@ def test_another_policy_on_one_rank_is_found():
     torch._dynamo.reset()
     model = vc.fully_shard(models.build(models.Uneven), reshard_after_forward=dist.get_rank() == ODD)
     call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
-    with pytest.raises(Exception, match=r"ranks 1 differ .*reshard_after_forward=True"):
+    with pytest.raises(Exception, match=r"rank 1 differs .*reshard_after_forward=True"):
+        call(*models.batches(1, 11)[0])
+
+
+@on_ranks(2)
+def test_another_option_on_one_rank_is_found():
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(models.Uneven))
+    budget = {"memory_budget": "1GB"} if dist.get_rank() == ODD else {}
+    call = torch.compile(model, backend="vescale", options={"lowering": "eager", **budget})
+    with pytest.raises(Exception, match=r"rank 1 has .*memory_budget=1000000000 bytes.* rank 0 has .*=None"):
         call(*models.batches(1, 11)[0])
 
 
@@ -97,7 +107,7 @@ def test_a_rank_whose_model_has_no_memory_yet_is_named_on_every_rank():
     model = vc.fully_shard(models.build(models.Uneven))
     if dist.get_rank() == ODD:
         model.to("meta")
-    with pytest.raises(Exception, match=r"ranks 1 differ from the others: rank 1 has .* on meta"):
+    with pytest.raises(Exception, match=r"rank 1 differs from the others: rank 1 has .* on meta"):
         model(*models.batches(1, 11)[0])
 
 
@@ -125,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
     mesh, late = init_device_mesh("cpu", (2,)), dist.get_rank() == ODD
     if late:
         dist.barrier()
-    with pytest.raises(RanksMissing, match=r"no answer from ranks 1 within 0\.5 s"):
+    with pytest.raises(RanksMissing, match=r"no answer from rank 1 within 0\.5 s"):
         agree(mesh, "test", [], deadline_s=0.5)
     if not late:
         dist.barrier()
@@ -156,7 +166,7 @@ def test_one_rank_alone_asks_who_is_missing():
         with (
             mock.patch.object(agreement, "default_store", return_value=seen),
             mock.patch.object(agreement, "_GRACE_S", 0.5),
-            pytest.raises(RanksMissing, match=r"no answer from ranks 0 within 0\.5 s"),
+            pytest.raises(RanksMissing, match=r"no answer from rank 0 within 0\.5 s"),
         ):
             agree(mesh, "test", [], deadline_s=0.5)
         store.add("asked", int(seen.check.called))
