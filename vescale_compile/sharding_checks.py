@@ -32,7 +32,7 @@ def check_arguments(module: object, reshard_after_forward: object, mp_policy: ob
             )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
-            f"fully_shard: an {type(module).__name__} has no forward, so nothing says when its parameters are "
+            f"fully_shard: a {type(module).__name__} has no forward, so nothing says when its parameters are "
             "needed. Call fully_shard on each of its elements."
         )
     if not isinstance(reshard_after_forward, bool):
