@@ -22,7 +22,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     did not use itself. Until then ``.grad`` does not change. ``zero_grad()`` of the sharded module itself forgets what
     was accumulated; that of an optimizer, of what ``torch.compile`` returned or of a module around it does not. Hooks
     of parameters run where gradients arrive, with the sums. A backward that raises leaves what it had computed in the
-    sums. Graphs that were compiled before the first ``no_sync`` are compiled again.
+    sums; one that is for some of a unit's parameters only (``backward(inputs=...)``), or for none's ``.grad``
+    (``torch.autograd.grad``), raises where the unit accumulates. Graphs that were compiled before the first ``no_sync``
+    are compiled again.
 
     Args:
         module: a sharded module, compiled or not; all units in it are affected.
