@@ -70,12 +70,12 @@ def tables(results: Sequence[Result]) -> str:
         fastest = fastest_of_families(section)
         parts += [row(_cells(result, ours, result in fastest)) for result in section]
         parts.append("")
-    missing = left_out(results)
+    missing = _left_out(results)
     counts = [f"Not measured, and may be the one that counts: {', '.join(missing)}."] if missing else []
     return "\n".join([*parts, LEGEND, *counts, ""])
 
 
-def left_out(results: Sequence[Result]) -> list[str]:
+def _left_out(results: Sequence[Result]) -> list[str]:
     """Configurations of measured families that were not run."""
     measured = {result.system for result in results}
     families = {SYSTEMS[name].family for name in measured} - {None}

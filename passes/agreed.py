@@ -59,4 +59,4 @@ def question(what: str, context: CompileContext) -> str:
         )
         for unit in context.units
     ]
-    return repr((what, context.lowering.value, context.memory_budget, context.wanted_cluster, units))
+    return repr((what, context.options, units))

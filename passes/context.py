@@ -242,6 +242,12 @@ class CompileContext:
         return sum(unit.shard_bytes for unit in self.units)
 
     @property
+    def options(self) -> str:
+        """Those that schedules depend on, as text: ranks that compile alike have the same."""
+        budget = "None" if self.memory_budget is None else f"{self.memory_budget} bytes"
+        return f"lowering={self.lowering.value}, memory_budget={budget}, cluster={self.wanted_cluster}"
+
+    @property
     def standing_bytes(self) -> int:
         """What the step takes all the time, apart from slots: the same on every rank."""
         return self.shard_bytes + self.beside.standing

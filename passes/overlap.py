@@ -97,8 +97,7 @@ def _schedule(
         planned = planned_with(found)
         if planned > context.memory_budget:
             _refuse(tasks, context)
-    schedule = launched_early(tasks, found.schedule)
-    early = Scheduled(schedule, simulate(tasks, schedule))
+    early = launched_early(tasks, found)
     if planned_with(early) <= planned:
         return early
     planned_with(found)

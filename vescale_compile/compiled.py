@@ -135,7 +135,5 @@ def check_agreement(captured: Capture, deadline: float) -> None:
 def _alike(captured: Capture) -> list[str]:
     """What ranks compare: the options that schedules depend on, and the collectives."""
     context = captured.context
-    budget = "None" if context.memory_budget is None else f"{context.memory_budget} bytes"
-    options = f"lowering={context.lowering.value}, memory_budget={budget}, cluster={context.wanted_cluster}"
     lines = [f"{part.value}: {line}" for part, lines in context.collectives.items() for line in lines]
-    return [f"options {options}", *lines]
+    return [f"options {context.options}", *lines]

@@ -12,6 +12,7 @@ from vescale_compile.schedule import (
     Launch,
     Run,
     Schedule,
+    Scheduled,
     TaskGraph,
     Transfer,
     Wait,
@@ -33,7 +34,8 @@ def two_gathers(*live_bytes: int, output_bytes: int) -> TaskGraph:
 
 
 def early(graph: TaskGraph, *instructions: Run | Launch | Wait) -> tuple[Run | Launch | Wait, ...]:
-    return launched_early(graph, Schedule(instructions)).instructions
+    schedule = Schedule(instructions)
+    return launched_early(graph, Scheduled(schedule, simulate(graph, schedule))).schedule.instructions
 
 
 def test_what_takes_no_memory_is_launched_ahead_in_the_same_order() -> None:
@@ -94,11 +96,12 @@ def launches(schedule: Schedule) -> list[tuple[tuple[int, ...], int]]:
 
 @given(any_graphs(), st.integers(0, 12))
 def test_order_and_peak_stay_and_no_launch_is_later(graph: TaskGraph, room: int) -> None:
-    found = find_schedule(graph, least_peak(graph) + room).schedule
+    found = find_schedule(graph, least_peak(graph) + room)
     moved = launched_early(graph, found)
-    for (now, place), (then, before) in zip(launches(moved), launches(found), strict=True):
+    for (now, place), (then, before) in zip(launches(moved.schedule), launches(found.schedule), strict=True):
         assert now == then and place <= before
-    assert simulate(graph, moved).peak_bytes == simulate(graph, found).peak_bytes
+    assert moved.timeline == simulate(graph, moved.schedule)
+    assert simulate(graph, moved.schedule).peak_bytes == simulate(graph, found.schedule).peak_bytes
     assert launched_early(graph, moved) == moved
 
 
@@ -106,7 +109,7 @@ def test_order_and_peak_stay_and_no_launch_is_later(graph: TaskGraph, room: int)
 @given(sharded_steps(3), st.integers(0, 12))
 def test_on_one_lane_nothing_ends_later(graph: TaskGraph, room: int) -> None:
     found = find_schedule(graph, least_peak(graph) + room)
-    assert simulate(graph, launched_early(graph, found.schedule)).makespan <= found.timeline.makespan
+    assert simulate(graph, launched_early(graph, found).schedule).makespan <= found.timeline.makespan
 
 
 def test_a_launch_that_would_hold_up_what_is_needed_first_stays_where_it_was() -> None:
@@ -122,4 +125,4 @@ def test_a_launch_that_would_hold_up_what_is_needed_first_stays_where_it_was() -
 @given(sharded_steps(3, lanes=2), st.integers(0, 12))
 def test_on_two_lanes_nothing_ends_much_later(graph: TaskGraph, room: int) -> None:
     found = find_schedule(graph, least_peak(graph) + room)
-    assert simulate(graph, launched_early(graph, found.schedule)).makespan <= LONGER * found.timeline.makespan
+    assert simulate(graph, launched_early(graph, found).schedule).makespan <= LONGER * found.timeline.makespan

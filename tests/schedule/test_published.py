@@ -30,7 +30,7 @@ def test_the_gap_is_at_most_5_percent(model: str, ranks: int, tokens: int, room:
     graph = published_graph(model, gpu_cluster("h100", ranks), tokens)
     budget = least_peak(graph) + room(graph)
     found = find_schedule(graph, budget)
-    early = launched_early(graph, found.schedule)  # as the compiler has it
+    early = launched_early(graph, found).schedule  # as the compiler has it
     for timeline in (found.timeline, simulate(graph, early)):
         assert timeline.peak_bytes <= budget
         assert timeline.makespan <= 1.05 * lower_bound(graph, budget).makespan

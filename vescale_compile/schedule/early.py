@@ -14,6 +14,7 @@ from vescale_compile.schedule.jobs import job_of
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 from vescale_compile.schedule.program import Launch, Run, Schedule
+from vescale_compile.schedule.search import Scheduled
 from vescale_compile.schedule.simulate import simulate
 
 IN_FLIGHT = 4
@@ -23,12 +24,12 @@ LONGER = 1.01
 """How much longer a step may be predicted to take, as a factor."""
 
 
-def launched_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
-    """``schedule`` with launches as early as inputs, their order, the peak of memory and what is in flight allow; as it
-    was, if it would take :data:`LONGER` then."""
-    early = _moved(graph, schedule)
-    slower = simulate(graph, early).makespan > LONGER * simulate(graph, schedule).makespan
-    return schedule if slower else early
+def launched_early(graph: TaskGraph, found: Scheduled) -> Scheduled:
+    """What was found, with launches as early as inputs, their order, the peak of memory and what is in flight allow; as
+    it was, if it would take more than :data:`LONGER` then."""
+    schedule = _moved(graph, found.schedule)
+    early = Scheduled(schedule, simulate(graph, schedule))
+    return found if early.timeline.makespan > LONGER * found.timeline.makespan else early
 
 
 def _moved(graph: TaskGraph, schedule: Schedule) -> Schedule:
