@@ -107,9 +107,10 @@ def anything_sharded() -> bool:
 
 def _reader(name: str) -> Callable[[ShardedModule], Any]:
     def read(module: ShardedModule) -> Any:
-        if name not in module._parameters:
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-        param = module._parameters[name]
+        try:  # to ask whether it is there has Dynamo guard that too, for longer than all else it does of a read
+            param = module._parameters[name]
+        except KeyError:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}") from None
         if not isinstance(param, RaggedDTensor):
             return param  # None, or another tensor put in its place (torch.func.functional_call)
         # In a backward, a checkpointed function runs again, and not every such function is a module's forward.

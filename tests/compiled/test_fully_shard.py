@@ -261,6 +261,15 @@ def test_a_model_that_has_lost_a_parameter_of_a_buffer_converts():
     assert {param.dtype for param in model.to(torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
+def test_a_module_that_has_lost_a_parameter_does_not_have_it() -> None:
+    with fake_world(2):
+        module = vc.fully_shard(nn.Linear(4, 8))
+        del module._parameters["bias"]
+        assert not hasattr(module, "bias")
+        with pytest.raises(AttributeError, match="'Linear' object has no attribute 'bias'"):
+            module(torch.ones(4))
+
+
 @on_ranks(2)
 def test_ranks_compare_their_layouts_again_once_a_model_was_converted():
     model = vc.fully_shard(torch.nn.Linear(4, 4))
