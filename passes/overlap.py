@@ -47,7 +47,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     assert context.part is not None
     _place_carried(gm.graph)
     collectives = collectives_of(gm.graph)
-    segments = segments_of(gm.graph, collectives)
+    segments = segments_of(gm.graph, context, collectives)
     if not collectives or not segments:
         context.predictions[context.part] = predict_alone(sum(seconds_of(gm.graph, context).values()))
         return

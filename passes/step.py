@@ -201,7 +201,7 @@ def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:
     expand(gm, context)
     sink(gm, context)
     collectives = collectives_of(gm.graph)
-    segments = segments_of(gm.graph, collectives)
+    segments = segments_of(gm.graph, context, collectives)
     buffers = lifetimes(gm.graph)
     return Half(
         part,

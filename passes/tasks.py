@@ -7,7 +7,7 @@ the cost model predicts them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,12 +18,14 @@ from ..cost.compute import compute_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schedule import Compute, TaskGraph, Transfer
+from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view, touches_of
 from .assign import lifetimes
 from .context import CompileContext, Lowering, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import nbytes_of, order_of
 from .moves import CASTS
 
+_FUSED_BLOCKS = 2
 _COALESCED = (ops.start_all_gather, ops.start_reduce_scatter)
 
 
@@ -88,23 +90,52 @@ def collectives_of(graph: fx.Graph) -> list[Collective]:
     return found
 
 
-def segments_of(graph: fx.Graph, collectives: Sequence[Collective]) -> list[list[fx.Node]]:
-    """The computation, cut before the first and after the last node that touches a collective's buffer."""
-    casts = {cast for each in collectives for cast in each.casts}
+def segments_of(graph: fx.Graph, context: CompileContext, collectives: Sequence[Collective]) -> list[list[fx.Node]]:
+    """The computation, cut before the first and after the last node that touches a collective's buffer, but not within
+    what may be one generated kernel: of one that a launch divides there would be two, which read the same."""
     firsts = {each.touched[0] for each in collectives if each.touched}
     lasts = {each.touched[-1] for each in collectives if each.touched}
     segments: list[list[fx.Node]] = []
     ended = True
-    for node in graph.nodes:
-        if node.op != "call_function" or is_view(node) or _is_communication(node):
-            continue
-        if node in casts:
-            continue
-        if ended or node in firsts:
+    for kernel in _kernels(graph, context, collectives):
+        if ended or not firsts.isdisjoint(kernel):
             segments.append([])
-        segments[-1].append(node)
-        ended = node in lasts
+        segments[-1] += kernel
+        ended = not lasts.isdisjoint(kernel)
     return segments
+
+
+def _kernels(graph: fx.Graph, context: CompileContext, collectives: Sequence[Collective]) -> Iterator[list[fx.Node]]:
+    """The computation, with nodes that follow one another together where Inductor may make one kernel of them.
+
+    Those touch collectives of two blocks at most, as what is between one block and the next does: before a model of
+    generated code alone, all would else have to be gathered.
+    """
+    casts = {cast for each in collectives for cast in each.casts}
+    blocks: dict[fx.Node, set[str]] = {}
+    for each in collectives:
+        unit = context.units[each.unit]
+        for node in each.touched:
+            blocks.setdefault(node, set()).add(unit.block or unit.name)
+    kernel: list[fx.Node] = []
+    touched: set[str] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or is_view(node) or _is_communication(node) or node in casts:
+            continue
+        touches = blocks.get(node, set())
+        if kernel and not (_fuse(kernel[-1], node, context) and len(touched | touches) <= _FUSED_BLOCKS):
+            yield kernel
+            kernel, touched = [], set()
+        kernel.append(node)
+        touched |= touches
+    if kernel:
+        yield kernel
+
+
+def _fuse(node: fx.Node, following: fx.Node, context: CompileContext) -> bool:
+    if context.lowering is not Lowering.INDUCTOR:
+        return False
+    return generates_code_for(node.target) and generates_code_for(following.target)
 
 
 def _is_communication(node: fx.Node) -> bool:

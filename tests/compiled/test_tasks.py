@@ -1,0 +1,69 @@
+"""Between which nodes of a graph launches and waits may stand."""
+
+from dataclasses import replace
+
+import torch
+from handmade import Graph, Use, context
+
+from vescale_compile.passes.context import CompileContext, Lowering, Part
+from vescale_compile.passes.tasks import collectives_of, segments_of
+
+aten = torch.ops.aten
+
+
+def segments(graph: Graph, context: CompileContext) -> list[str]:
+    graph.graph.output(())
+    found = segments_of(graph.graph, context, collectives_of(graph.graph))
+    return [" ".join(node.target.overloadpacket.__name__ for node in segment) for segment in found]
+
+
+def normalized(graph: Graph) -> None:
+    """What is between two matrix products, whose second operator reads a unit's parameters."""
+    unit = graph.gather(graph.buffer())
+    value = graph.call(aten.mm.default, unit, unit)
+    value = graph.call(aten.mul.Tensor, graph.call(aten.rsqrt.default, value), unit)
+    graph.call(aten.mm.default, graph.call(aten.neg.default, value), value)
+
+
+def inductor(units: tuple[str, ...] = ("layers.0", "layers.1"), blocks: tuple[str, ...] = ("", "")) -> CompileContext:
+    made = context(Part.FORWARD)
+    named = [replace(made.units[0], name=name, block=block) for name, block in zip(units, blocks, strict=True)]
+    return replace(made, lowering=Lowering.INDUCTOR, units=tuple(named))
+
+
+def test_a_generated_kernel_is_not_cut_behind_what_it_reads_last() -> None:
+    graph = Graph()
+    normalized(graph)
+    assert segments(graph, inductor()) == ["mm rsqrt mul neg", "mm"]
+
+
+def test_operators_that_run_one_by_one_are() -> None:
+    graph = Graph()
+    normalized(graph)
+    assert segments(graph, context(Part.FORWARD)) == ["mm rsqrt mul", "neg mm"]
+
+
+def test_a_generated_kernel_is_not_cut_before_what_it_reads_first() -> None:
+    graph = Graph()
+    value = graph.call(aten.mm.default, graph.slot, graph.slot)
+    value = graph.call(aten.neg.default, value)
+    graph.call(aten.mul.Tensor, value, graph.gather(graph.buffer()))
+    assert segments(graph, inductor()) == ["mm", "neg mul"]
+
+
+def reading_three_units() -> Graph:
+    graph = Graph()
+    graph.shards.append(graph.placeholder("shard_2", graph.shards[0].meta["val"].numel()))
+    for unit in range(3):
+        graph.read(graph.gather(graph.buffer(Use.PARAMETERS, unit)))
+    return graph
+
+
+def test_generated_code_is_cut_where_a_third_block_is_touched() -> None:
+    blocks = inductor(("layers.0", "layers.1", "layers.2"), ("", "", ""))
+    assert segments(reading_three_units(), blocks) == ["relu relu", "relu"]
+
+
+def test_parts_of_a_block_count_as_one() -> None:
+    parts = inductor(("layers.0#0", "layers.0#1", "layers.1"), ("layers.0", "layers.0", "layers.1"))
+    assert segments(reading_three_units(), parts) == ["relu relu relu"]
