@@ -18,6 +18,7 @@ from vescale_compile.examples.llama import Llama, LlamaConfig
 
 Batch = tuple[Tensor, Tensor]
 Model = Callable[[], nn.Module]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 REFERENCE_TIMEOUT = timedelta(minutes=4)
 
@@ -153,6 +154,12 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Where results are equal but for rounding: AdamW divides by a gradient's size, and so makes a step of the last
+    bits of a small one."""
+    return torch.optim.SGD(params, lr=1e-1)
+
+
 def sharded(model: Model, *, compile: str | None = "eager", **shard_options: Any) -> tuple[nn.Module, nn.Module]:
     """The sharded model, and what to call: compiled with the lowering named, or the model itself."""
     built = vc.fully_shard(build(model), **shard_options)
@@ -170,8 +177,10 @@ def assert_gradients_of(model: nn.Module, reference: nn.Module, *, atol: float) 
             torch.testing.assert_close(param.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=atol)
 
 
-def train(call: nn.Module, params: Iterable[nn.Parameter], data: list[Batch]) -> list[float]:
-    optimizer = adamw(params)
+def train(
+    call: nn.Module, params: Iterable[nn.Parameter], data: list[Batch], make_optimizer: MakeOptimizer = adamw
+) -> list[float]:
+    optimizer = make_optimizer(params)
     losses = []
     for tokens, labels in data:
         loss = call(tokens, labels)
@@ -187,14 +196,16 @@ def train_unsharded(
     data: list[Batch],
     backend: str | None = "aot_eager",
     through: Callable[[Tensor], Tensor] | None = None,
+    make_optimizer: MakeOptimizer = adamw,
 ) -> tuple[nn.Module, list[float]]:
     """The reference: the whole model, compiled. Rank 0 trains it on the batches of all ranks with the mean of their
     gradients, and every rank gets the parameters and the losses of its own batches. A step computes with what `through`
     makes of the parameters."""
     built = build(model)
+    optimizer = make_optimizer(built.parameters())
     batches_of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(batches_of_all, data)
-    losses = [_train_on_all(built, batches_of_all, backend, through) if dist.get_rank() == 0 else None]
+    losses = [_train_on_all(built, optimizer, batches_of_all, backend, through) if dist.get_rank() == 0 else None]
     dist.monitored_barrier(timeout=REFERENCE_TIMEOUT)  # a compilation takes longer than a collective may
     dist.broadcast_object_list(losses)
     for param in built.parameters():
@@ -205,13 +216,13 @@ def train_unsharded(
 
 def _train_on_all(
     built: nn.Module,
+    optimizer: torch.optim.Optimizer,
     batches_of_all: list[list[Batch]],
     backend: str | None,
     through: Callable[[Tensor], Tensor] | None,
 ) -> list[list[float]]:
     """The losses, by rank and step."""
     call = torch.compile(built, backend=backend) if backend else built
-    optimizer = adamw(built.parameters())
     losses: list[list[float]] = [[] for _ in batches_of_all]
     for step in zip(*batches_of_all, strict=True):
         masters = [param.detach().clone() for param in built.parameters()]
