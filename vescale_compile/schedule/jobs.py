@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from vescale_compile.schedule.graph import TaskGraph, seconds_together
 from vescale_compile.schedule.lifetimes import Lifetimes
@@ -13,7 +14,7 @@ Grouping = tuple[tuple[int, ...], ...]
 """Transfers that share collectives, each in one group at most; those in no group go alone."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Job:
     """A collective to be placed; equal to itself alone.
 
@@ -37,17 +38,17 @@ class Job:
     scratch_bytes: int
     input_bytes: int
 
-    @property
+    @cached_property
     def taken_bytes(self) -> int:
         """What its launch adds to the memory that is held."""
         return self.output_bytes + self.scratch_bytes
 
-    @property
+    @cached_property
     def returned_bytes(self) -> int:
         """What its wait gives back."""
         return self.input_bytes + self.scratch_bytes
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, int, tuple[int, ...]]:
         """Jobs in the order of their deadlines; among equals in that in which they get ready, then by index."""
         return (self.deadline, self.ready, self.transfers)

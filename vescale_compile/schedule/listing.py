@@ -107,6 +107,8 @@ class _Walk:
         self.written: list[Job] = []  # what has been written and not launched
         self.flying: list[Job] = []  # launched and not waited for, in launch order
         self.early = 0  # of them, those that a compute task later than the next one waits for
+        self.returning = 0  # bytes that the waits for them will give back
+        self.returning_at = [0] * (len(frame.least) + 1)  # of which before each position
         self.to_carry = sum(job.duration for job in frame.jobs)  # seconds of the wire, for launches that are to come
         self.launches = sum(job.launch for job in frame.jobs)  # seconds that those launches take
 
@@ -178,19 +180,20 @@ class _Walk:
         """Whether there is room to launch ``job`` now, once what is done has given back what it can."""
         if not job.ready and max(self.reserved[position : job.deadline]) + job.output_bytes > self.budget:
             return False
-        self._wait_for_room(lambda: self._excess(position, (job,)) <= 0, done_only=True)
-        return self._excess(position, (job,)) <= 0
+        return self._wait_for_room(lambda: self._excess(position, (job,)) <= 0, done_only=True)
 
     def _excess(self, position: int, launched: Sequence[Job]) -> int:
         """Bytes over budget from here to what follows the next compute task, with some more ``launched`` now."""
-        frame, flying = self.frame, (*self.flying, *launched)
-        held = self.machine.held + sum(job.taken_bytes for job in launched)
-        running = held - sum(job.returned_bytes for job in flying if job.deadline == position)
-        pending = [job for job in self.written if job not in launched]
-        after = held - sum(job.returned_bytes for job in flying)
-        after += _one_by_one([*pending, *frame.becomes_ready[position + 1]])
-        most = max(held + frame.between[position], running + frame.running[position], after + frame.after[position])
-        return most - self.budget
+        frame = self.frame
+        held, returning, returning_here = self.machine.held, self.returning, self.returning_at[position]
+        for job in launched:
+            held += job.taken_bytes
+            returning += job.returned_bytes
+            returning_here += job.returned_bytes if job.deadline == position else 0
+        pending = [*(job for job in self.written if job not in launched), *frame.becomes_ready[position + 1]]
+        after = held - returning + _one_by_one(pending)
+        running = held - returning_here + frame.running[position]
+        return max(held + frame.between[position], running, after + frame.after[position]) - self.budget
 
     def _make_room(self, position: int) -> None:
         """Waits for reductions, launching them if need be, until the next compute task fits."""
@@ -215,13 +218,18 @@ class _Walk:
         fitting = [job for job in pending if job.taken_bytes <= self._room]
         return min(fitting, key=self._rank) if fitting else min(pending, key=lambda job: (job.taken_bytes, job.order))
 
-    def _wait_for_room(self, enough: Callable[[], bool], *, done_only: bool = False) -> None:
-        """Waits for collectives that will give something back, in launch order, until there is enough room."""
-        for job in list(self.flying):
-            if enough():
-                return
-            if job.returned_bytes and not (done_only and self.machine.outstanding[job.transfers].stopped is None):
+    def _wait_for_room(self, enough: Callable[[], bool], *, done_only: bool = False) -> bool:
+        """Waits for collectives that will give something back, in launch order, until there is enough room, and says
+        whether there is."""
+        if enough():
+            return True
+        flying = self.machine.outstanding
+        for job in self.flying[:]:
+            if job.returned_bytes and not (done_only and flying[job.transfers].stopped is None):
                 self._wait(job)
+                if enough():
+                    return True
+        return False
 
     def _launch(self, job: Job, position: int) -> None:
         if job.ready:
@@ -235,10 +243,14 @@ class _Walk:
         self.launches -= job.launch
         self.machine.launch(job.transfers)
         self.flying.append(job)
+        self.returning += job.returned_bytes
+        self.returning_at[job.deadline] += job.returned_bytes
 
     def _wait(self, job: Job) -> None:
         self.machine.wait(job.transfers)
         self.flying.remove(job)
+        self.returning -= job.returned_bytes
+        self.returning_at[job.deadline] -= job.returned_bytes
 
 
 def _one_by_one(jobs: Sequence[Job]) -> int:
