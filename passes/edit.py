@@ -9,22 +9,27 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..schemas import has_results
 from ..torch_internals import fake_mode_of, size_hint
 
 
 def call(graph: fx.Graph, target: OpOverload, *args: Any, mark: object = None, **kwargs: Any) -> fx.Node:
-    """Inserts a call at the graph's insertion point; its example value is computed from its arguments'.
+    """Inserts a call at the graph's insertion point; its example value, if any, is computed from its arguments'.
 
     Args:
         mark: what passes are to know of the node, put under ``meta["vescale"]``.
     """
     node = graph.call_function(target, args, kwargs)
-    values, named = tree_map_only(fx.Node, lambda arg: arg.meta["val"], (args, kwargs))
-    with fake_mode_of(graph):
-        node.meta["val"] = target(*values, **named)
+    node.meta["val"] = _example(graph, target, args, kwargs) if has_results(target) else None
     if mark is not None:
         node.meta["vescale"] = mark
     return node
+
+
+def _example(graph: fx.Graph, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values, named = tree_map_only(fx.Node, lambda arg: arg.meta["val"], (args, kwargs))
+    with fake_mode_of(graph):
+        return target(*values, **named)
 
 
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -27,7 +27,7 @@ def ordered_nodes(graph: fx.Graph) -> Pairs:
     Raises GraphError where a slot would be read when it holds something else.
     """
     check_tenants(graph)
-    return _anchored(_between_collectives(graph) + _reads_before_writes(graph))
+    return _between_collectives(graph) + _reads_before_writes(graph)
 
 
 def _between_collectives(graph: fx.Graph) -> Pairs:
@@ -43,13 +43,6 @@ def _between_collectives(graph: fx.Graph) -> Pairs:
             pairs += [(earlier, node) for earlier in before]
             between.append(node)
     return pairs
-
-
-def _anchored(pairs: Pairs) -> Pairs:
-    """``pairs``, and one for each node without a result that comes first only: see KeptOrder."""
-    behind = {after for _, after in pairs}
-    loose = {before: None for before, _ in pairs if before.meta.get("val") is None and before not in behind}
-    return [(node.all_input_nodes[0], node) for node in loose] + pairs
 
 
 def _reads_before_writes(graph: fx.Graph) -> Pairs:

@@ -7,6 +7,7 @@ the other graphs of the step take, of slots and of everything else, is counted w
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -40,6 +41,7 @@ from .tasks import Collective, collectives_of, seconds_of, segments_of, task_gra
 LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
 
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
+_AS_FAST = 1 + 1e-9  # sums in another order differ in their last digits
 _CLOSE = 1 / 16  # of what the budget leaves, between one that fits and one that does not
 
 
@@ -111,12 +113,13 @@ def _fitting(
     not fit.
 
     Slots are never as full as they are large: where they exceed the budget, the schedule gets less, and then again
-    more, halfway to what exceeded it."""
+    more, halfway to what exceeded it, until one is as fast as with all of the budget."""
     low, high = least, max(budget, least)
-    limit = high
+    limit, fastest = high, math.inf
     best: tuple[Scheduled, int] | None = None
     for _ in range(_ATTEMPTS):
         found = find_schedule(tasks, limit)
+        fastest = min(fastest, found.timeline.makespan)
         planned = planned_with(found)
         if planned <= budget:
             if best is None or found.timeline.makespan < best[0].timeline.makespan:
@@ -124,7 +127,10 @@ def _fitting(
             low = limit
         else:
             high = min(limit, found.timeline.peak_bytes)
-        if low >= high or (best is not None and high - low < _CLOSE * (budget - least)):
+        good = best is not None and (
+            best[0].timeline.makespan <= fastest * _AS_FAST or high - low < _CLOSE * (budget - least)
+        )
+        if good or low >= high:
             break
         limit = (low + high) // 2 if best is not None else max(high - (planned - budget), least)
     return best or (found, planned)

@@ -23,7 +23,7 @@ from .capture import Capture, buffers_read, capture
 from .compiled import CompiledGraph, check_agreement, others_hear_of_failures
 from .dump import GraphDump
 from .frames import roomy
-from .inductor_order import KeptOrder
+from .inductor_order import order_kept
 from .inductor_reads import CheckedReads, reads_known_by_their_writes
 from .options import Options, read_options
 from .passes import ordered_nodes, retain, run_stage, summarize
@@ -49,7 +49,7 @@ from .torch_internals import (
 )
 from .unaveraged import warn_of_unaveraged
 from .undivided import warn_of_one_unit
-from .warm_start import WarmStart, cacheable_functions, identify
+from .warm_start import WarmStart, cacheable_functions, identify, sources
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _lower_inductor(
             return warm_start.keep(functools.partial(inductor_compile_inner, gm, examples, **kwargs), part)
 
     beside = kernels_compiled_beside() if on_cpu else contextlib.nullcontext()
-    with beside, reads_known_by_their_writes(), warm_start.compiling():
+    with beside, order_kept(ordered_nodes), reads_known_by_their_writes(), warm_start.compiling():
         return inductor_compile(
             captured.gm,
             inputs,
@@ -182,9 +182,8 @@ def _lower_inductor(
             cached=cached,
             config_patches={
                 "custom_partitioner_fn": _partitioner(captured.context, dump),
+                "_post_fusion_custom_pass": CheckedReads(sources()),
                 # The schedule is ours: what reads a slot must not move behind its next launch.
-                "post_grad_custom_post_pass": KeptOrder(ordered_nodes),
-                "_post_fusion_custom_pass": CheckedReads(),
                 "reorder_for_peak_memory": False,
                 "reorder_for_locality": False,
                 "combo_kernels": False,  # would be put together behind the check

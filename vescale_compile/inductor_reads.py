@@ -15,7 +15,6 @@ import torch
 from torch._inductor import custom_graph_pass
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.codegen.cpp_utils import LocalBufferContext
-from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.dependencies import Dep, MemoryDep, StarDep, WeakDep
 from torch._inductor.ir import MutationLayoutSHOULDREMOVE, TensorBox
 from torch._inductor.loop_body import LoopBody
@@ -135,17 +134,21 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
     names the write that it wants to see: it must come in that turn, and, but for our own operators, not while a
     collective is in flight there.
 
+    Args:
+        version: part of Inductor's cache key: what another version has generated, or let pass, is not found.
+
     Raises:
         ValueError: the user has set a pass in the same place, which would not run.
         RuntimeError, when called: the code would compute with other parameters or gradients than the graph does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, version: str) -> None:
         if torch._inductor.config._post_fusion_custom_pass is not None:
             raise ValueError(
                 "backend='vescale' needs torch._inductor.config._post_fusion_custom_pass for itself, and your pass "
                 "would not run: leave it out"
             )
+        self._version = version
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         if nodes:
@@ -155,9 +158,8 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
                 _check_loop(node.get_nodes(), memory)
         return nodes
 
-    def uuid(self) -> bytes:
-        """Part of Inductor's cache key: what another version has let pass is not found."""
-        return get_hash_for_files((__file__,))
+    def uuid(self) -> str:
+        return self._version
 
 
 def _check_turns(nodes: Sequence[Any], memory: dict[str, str]) -> None:

@@ -38,6 +38,11 @@ def returns_an_argument(target: OpOverload) -> bool:
 
 
 @functools.cache
+def has_results(target: OpOverload) -> bool:
+    return bool(target._schema.returns)
+
+
+@functools.cache
 def aliased(target: OpOverload) -> tuple[tuple[int, str, bool], ...]:
     """Arguments that the schema marks as aliased: position, name, and whether the operator writes to it."""
     return tuple(

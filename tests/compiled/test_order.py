@@ -15,9 +15,11 @@ from written import code_written_for
 import vescale_compile as vc
 from vescale_compile import inductor_order
 from vescale_compile.backend import vescale
+from vescale_compile.inductor_reads import CheckedReads
 from vescale_compile.passes import order, ordered_nodes
 from vescale_compile.passes.context import Use, comm_of
 from vescale_compile.torch_internals import generates_code_for
+from vescale_compile.warm_start import sources
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +46,6 @@ def test_what_must_come_after_another_comes_after_it_in_the_graph(graphs):
         assert all(place[before] < place[after] for before, after in ordered_nodes(graph))
 
 
-def test_an_operator_without_a_result_that_another_must_follow_is_behind_a_node_itself(graphs):
-    for graph in graphs:
-        pairs = ordered_nodes(graph)
-        without_result = {before for before, _ in pairs if before.meta.get("val") is None}
-        assert without_result
-        assert without_result <= {after for _, after in pairs}
-
-
 def test_rows_are_added_up_in_a_slot_when_what_it_held_before_was_read():
     """By generated code or, where atomic additions are missing, by a library call that nothing else would hold back."""
     graph = Graph()
@@ -61,21 +55,6 @@ def test_rows_are_added_up_in_a_slot_when_what_it_held_before_was_read():
     added = graph.call(torch.ops.aten.index_put_.default, gradients, [indices], rows, True)
     graph.graph.output((read, graph.reduce(gradients)))
     assert (read, added) in ordered_nodes(graph.graph)
-
-
-@pytest.mark.slow
-def test_inductor_before_2_13_keeps_the_order_too(monkeypatch):
-    monkeypatch.setattr(inductor_order, "_lower_control_deps", inductor_order.lower_before_2_13)
-    torch._dynamo.reset()
-    planned: list[list[str]] = []
-    options = {"cluster": models.SLOW_WIRE}
-    backend = functools.partial(vescale, options=options, on_graph=lambda graph: planned.append(calls_of(graph)))
-    with fake_world(2):
-        model = torch.compile(vc.fully_shard(models.build(models.deep)), backend=backend)
-        codes = code_written_for(lambda: model(*models.batches(1, 11)[0]).backward())
-    written = [re.findall(r"^ *(?:buf\d+ = )?torch\.ops\.(vescale\.\w+)", code, re.MULTILINE) for code in codes]
-    assert written == planned
-    assert all(len(calls) > 3 for calls in written)
 
 
 @torch.library.custom_op("tests::scale_into", mutates_args={"out"})
@@ -156,8 +135,9 @@ def test_a_kernel_that_computes_what_a_pinned_operator_reads_is_fused_with_earli
         first, second = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
         return [(first, second)]
 
-    compiled = torch.compile(products, options={"post_grad_custom_post_pass": inductor_order.KeptOrder(pinned)})
-    (code,) = code_written_for(lambda: compiled(torch.ones(4, 8), torch.ones(8, 2)))
+    compiled = torch.compile(products)
+    with inductor_order.order_kept(pinned):
+        (code,) = code_written_for(lambda: compiled(torch.ones(4, 8), torch.ones(8, 2)))
     assert re.findall(r"^ *(cpp_fused\w*|extern_kernels\.mm)\(", code, re.MULTILINE) == [
         "cpp_fused_cos_sin_0",
         "extern_kernels.mm",
@@ -171,24 +151,29 @@ def calls_of(graph: fx.Graph) -> list[str]:
     return [name.removesuffix(".default") for name in names if name.startswith("vescale.")]
 
 
-@pytest.mark.parametrize(
-    ("place", "advice"),
-    [("post_grad_custom_post_pass", "post_grad_custom_pre_pass"), ("_post_fusion_custom_pass", "leave it out")],
-)
-def test_a_pass_of_the_users_that_would_not_run_is_refused(place, advice):
+def test_a_pass_of_the_users_that_would_not_run_is_refused():
     torch._dynamo.reset()
-    with fake_world(2), torch._inductor.config.patch({place: lambda given: given}):
+    with fake_world(2), torch._inductor.config.patch(_post_fusion_custom_pass=lambda nodes: nodes):
         model = torch.compile(vc.fully_shard(models.build(models.Uneven)), backend="vescale")
-        with pytest.raises(Exception, match=advice):
+        with pytest.raises(Exception, match="_post_fusion_custom_pass"):
             model(*models.batches(1, 11)[0])
 
 
-def test_code_that_was_generated_before_a_pass_changed_is_not_found(monkeypatch):
-    key = inductor_order.KeptOrder(ordered_nodes).uuid()
-    hashed: list[tuple[str, ...]] = []
-    monkeypatch.setattr(inductor_order, "get_hash_for_files", lambda paths, extra: hashed.append(paths) or b"")
-    inductor_order.KeptOrder(ordered_nodes).uuid()
-    assert key and {"aliases.py", "context.py", "order.py"} <= {path.rpartition("/")[2] for path in hashed[0]}
+@pytest.mark.slow
+def test_a_pass_of_the_users_sees_the_graph_as_it_is_scheduled():
+    torch._dynamo.reset()
+    planned: list[list[str]] = []
+    seen: list[list[str]] = []
+    backend = functools.partial(vescale, on_graph=lambda graph: planned.append(calls_of(graph)))
+    note = torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: seen.append(calls_of(graph)))
+    with fake_world(2), note, torch.no_grad():
+        torch.compile(vc.fully_shard(models.build(models.Uneven)), backend=backend)(*models.batches(1, 11)[0])
+    assert seen == planned
+    assert len(seen[0]) > 3
+
+
+def test_code_that_another_version_generated_is_not_found():
+    assert CheckedReads(sources()).uuid() == sources() != CheckedReads("another").uuid()
 
 
 @pytest.mark.parametrize("operator", ["mm", "_grouped_mm", "_scaled_mm", "convolution"])
