@@ -45,6 +45,7 @@ from .torch_internals import (
     inductor_compile_inner,
     kernels_compiled_beside,
     remove_what_does_nothing,
+    remove_whole_views,
     run_boxed,
 )
 from .unaveraged import warn_of_unaveraged
@@ -168,6 +169,7 @@ def _lower_inductor(
         if not generate_code:
             return add_slots(run_boxed(gm), slots)
         forget_mutation_regions(gm.graph)
+        remove_whole_views(gm)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]
         with lowered_once(gm, examples, deadline):

@@ -298,6 +298,16 @@ def remove_what_does_nothing(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         _post_grad.remove_noop_ops(gm.graph)
 
 
+def remove_whole_views(gm: fx.GraphModule) -> None:
+    """Has what reads a view of all of a slot read the slot itself.
+
+    Inductor does so when it has taken down what each node is, takes all that follows for changed, and computes most
+    examples of the graph anew.
+    """
+    _post_grad.remove_noop_ops(gm.graph)
+    gm.recompile()
+
+
 def _does_nothing(node: fx.Node) -> bool:
     if node.target not in _post_grad.noop_registry:
         return False
