@@ -10,6 +10,7 @@ import torch
 from handmade import Graph
 from ranks import fake_world, on_ranks
 from torch import Tensor, fx, nn
+from torch._inductor.fx_utils import FakeTensorUpdater
 from written import code_written_for
 
 import vescale_compile as vc
@@ -170,6 +171,19 @@ def test_a_pass_of_the_users_sees_the_graph_as_it_is_scheduled():
         torch.compile(vc.fully_shard(models.build(models.Uneven)), backend=backend)(*models.batches(1, 11)[0])
     assert seen == planned
     assert len(seen[0]) > 3
+
+
+@pytest.mark.slow
+def test_inductor_finds_the_graph_as_it_was_told_and_computes_no_example_anew(monkeypatch):
+    changed: list[int] = []
+    update = FakeTensorUpdater.incremental_update
+    monkeypatch.setattr(FakeTensorUpdater, "incremental_update", lambda self: changed.append(update(self)))
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = torch.compile(vc.fully_shard(models.build(models.one_layer_llama)), backend="vescale")
+        code_written_for(lambda: model(*models.batches(1, 64)[0]).backward())
+    assert len(changed) > 1
+    assert not any(changed)
 
 
 def test_code_that_another_version_generated_is_not_found():
