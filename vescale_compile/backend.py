@@ -50,7 +50,7 @@ from .torch_internals import (
 )
 from .unaveraged import warn_of_unaveraged
 from .undivided import warn_of_one_unit
-from .warm_start import WarmStart, cacheable_functions, identify, sources
+from .warm_start import WarmStart, cacheable_functions, identify, mark_version, sources
 
 _log = logging.getLogger(__name__)
 
@@ -170,6 +170,7 @@ def _lower_inductor(
             return add_slots(run_boxed(gm), slots)
         forget_mutation_regions(gm.graph)
         remove_whole_views(gm)
+        mark_version(gm)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]
         with lowered_once(gm, examples, deadline):

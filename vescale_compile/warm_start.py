@@ -166,6 +166,11 @@ def cacheable_functions() -> dict[str, str]:
     return torch._inductor.config.unsafe_marked_cacheable_functions | ours
 
 
+def mark_version(gm: fx.GraphModule) -> None:
+    """Has Inductor's cache key, which holds all that a graph's module has, differ from that of another version."""
+    gm.__dict__["vescale_version"] = sources()
+
+
 @functools.cache
 def sources() -> str:
     """A digest of this package: what another version of it has made is not found."""
