@@ -88,11 +88,11 @@ def _store_inputs(lowering: GraphLowering, node: fx.Node) -> None:
     A kernel of generated code that computes an argument would else be among what waits, and could not be fused with
     others before. What reads written memory, Inductor itself has computed no later than there, but behind the operator.
     """
-    if not torch_internals.generates_code_for(node.target):
-        for argument in node.all_input_nodes:
-            if isinstance(box := lowering.env[argument], ir.TensorBox):
-                box.realize()
-    for written in written_by(node):
+    written_to = written_by(node)
+    for argument in written_to if torch_internals.generates_code_for(node.target) else node.all_input_nodes:
+        if isinstance(box := lowering.env[argument], ir.TensorBox):
+            box.realize()
+    for written in written_to:
         lowering.mark_buffer_mutated(lowering.env[written].get_name())
 
 
