@@ -50,7 +50,7 @@ from .torch_internals import (
 )
 from .unaveraged import warn_of_unaveraged
 from .undivided import warn_of_one_unit
-from .warm_start import WarmStart, cacheable_functions, identify, mark_version, sources
+from .warm_start import WarmStart, cacheable_functions, identify, mark_version
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def _lower_inductor(
             cached=cached,
             config_patches={
                 "custom_partitioner_fn": _partitioner(captured.context, dump),
-                "_post_fusion_custom_pass": CheckedReads(sources()),
+                "_post_fusion_custom_pass": CheckedReads(),
                 # The schedule is ours: what reads a slot must not move behind its next launch.
                 "reorder_for_peak_memory": False,
                 "reorder_for_locality": False,

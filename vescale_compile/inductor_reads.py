@@ -134,21 +134,17 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
     names the write that it wants to see: it must come in that turn, and, but for our own operators, not while a
     collective is in flight there.
 
-    Args:
-        version: part of Inductor's cache key: what another version has generated, or let pass, is not found.
-
     Raises:
         ValueError: the user has set a pass in the same place, which would not run.
         RuntimeError, when called: the code would compute with other parameters or gradients than the graph does.
     """
 
-    def __init__(self, version: str) -> None:
+    def __init__(self) -> None:
         if torch._inductor.config._post_fusion_custom_pass is not None:
             raise ValueError(
                 "backend='vescale' needs torch._inductor.config._post_fusion_custom_pass for itself, and your pass "
                 "would not run: leave it out"
             )
-        self._version = version
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         if nodes:
@@ -159,7 +155,8 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
         return nodes
 
     def uuid(self) -> str:
-        return self._version
+        """Part of Inductor's cache key, in which each graph has this package's version besides."""
+        return type(self).__qualname__
 
 
 def _check_turns(nodes: Sequence[Any], memory: dict[str, str]) -> None:

@@ -39,6 +39,7 @@ def returns_an_argument(target: OpOverload) -> bool:
 
 @functools.cache
 def has_results(target: OpOverload) -> bool:
+    """Whether the operator returns anything; launches and waits don't."""
     return bool(target._schema.returns)
 
 

@@ -12,6 +12,7 @@ from ranks import fake_world, on_ranks
 from torch import Tensor, fx, nn
 from torch._inductor.codecache import FxGraphCachePickler
 from torch._inductor.fx_utils import FakeTensorUpdater
+from torch._inductor.utils import fresh_cache
 from written import code_written_for
 
 import vescale_compile as vc
@@ -145,6 +146,23 @@ def test_a_kernel_that_computes_what_a_pinned_operator_reads_is_fused_with_earli
     ]
 
 
+def test_generated_code_that_waits_may_write_what_was_not_in_memory():
+    """As a product's rows are added to a value that no kernel has stored before."""
+
+    def add_rows(x, weight, rows):
+        return x.sin().index_put((rows,), x @ weight, accumulate=True)
+
+    def pinned(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+        (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+        (added,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_put_.default)
+        return [(product, added)]
+
+    compiled = torch.compile(add_rows)
+    given = torch.ones(4, 4), torch.ones(4, 4), torch.tensor([0, 0, 2, 3])
+    with inductor_order.order_kept(pinned), fresh_cache():
+        torch.testing.assert_close(compiled(*given), add_rows(*given))
+
+
 def calls_of(graph: fx.Graph) -> list[str]:
     """The operators of the runtime that a graph calls, in order."""
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
@@ -193,6 +211,13 @@ def test_code_that_another_version_generated_is_not_found(monkeypatch):
         warm_start.mark_version(graph)
         keys.append(FxGraphCachePickler(graph).get_hash(graph))
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_version_is_of_all_passes(monkeypatch):
+    hashed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(warm_start, "get_hash_for_files", lambda paths: hashed.append(paths) or b"")
+    warm_start.sources.__wrapped__()
+    assert {"aliases.py", "context.py", "order.py"} <= {path.rpartition("/")[2] for path in hashed[0]}
 
 
 @pytest.mark.parametrize("operator", ["mm", "_grouped_mm", "_scaled_mm", "convolution"])

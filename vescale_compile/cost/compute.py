@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_compile.cost.devices import Device
 from vescale_compile.cost.flops import flops
 from vescale_compile.rng_calls import plain_node
-from vescale_compile.schemas import UNDECLARED_VIEW, written_by
+from vescale_compile.schemas import UNDECLARED_VIEW, has_results, written_by
 from vescale_compile.torch_internals import size_hint
 
 _aten = torch.ops.aten
@@ -147,7 +147,7 @@ def _bytes_read(node: fx.Node, inside: bool) -> int:
         sources = [
             source for source in sources if not all(map(_fusible, _sources(source) if _is_view(source) else [source]))
         ]
-    if not node.target._schema.returns:
+    if not has_results(node.target):
         written = written_by(node)
         sources = [source for source in sources if source not in written]
     return sum(_size(_tensors(source.meta.get("val"))) for source in sources)
@@ -161,7 +161,7 @@ def _bytes_written(node: fx.Node, inside: bool) -> int:
 
 def _written(node: fx.Node) -> Iterator[Tensor]:
     """A node's results; of an operator that returns nothing, the arguments that it writes to."""
-    if isinstance(node.target, OpOverload) and not node.target._schema.returns:
+    if isinstance(node.target, OpOverload) and not has_results(node.target):
         for source in written_by(node):
             yield from _tensors(source.meta.get("val"))
     yield from _tensors(node.meta.get("val"))
