@@ -41,7 +41,7 @@ from .tasks import Collective, collectives_of, seconds_of, segments_of, task_gra
 LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
 
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
-_AS_FAST = 1 + 1e-9  # sums in another order differ in their last digits
+_ROUNDING = 1 + 1e-9  # sums in another order differ in their last digits
 _CLOSE = 1 / 16  # of what the budget leaves, between one that fits and one that does not
 
 
@@ -128,7 +128,7 @@ def _fitting(
         else:
             high = min(limit, found.timeline.peak_bytes)
         good = best is not None and (
-            best[0].timeline.makespan <= fastest * _AS_FAST or high - low < _CLOSE * (budget - least)
+            best[0].timeline.makespan <= fastest * _ROUNDING or high - low < _CLOSE * (budget - least)
         )
         if good or low >= high:
             break
