@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
+from .aliases import bases_of
 from .assign import assign
 from .bind import bind
 from .census import census
@@ -51,7 +52,7 @@ PIPELINE: Mapping[Stage, tuple[Pass, ...]] = {
     Stage.PARTITIONED: (expand, sink, overlap, leave, assign, verify),
 }
 
-__all__ = ["PIPELINE", "ordered_nodes", "retain", "run_stage", "summarize"]
+__all__ = ["PIPELINE", "bases_of", "ordered_nodes", "retain", "run_stage", "summarize"]
 
 Observer = Callable[[str, fx.GraphModule], None]
 

@@ -208,6 +208,12 @@ def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(name: str, reque
     assert each_run.of("product") and not each_run.of("copy")
 
 
+def test_what_computes_gradients_of_an_attention_transposes_them_for_the_products_that_read_them(
+    each_run: Trained,
+) -> None:
+    assert not [line[2] for line in each_run.of("kernel") if "unsafe_view_clone" in line[2]]
+
+
 def test_no_step_waits_for_what_a_gpu_computes(each_run: Trained) -> None:
     assert not each_run.of("transfer")
 

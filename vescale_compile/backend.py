@@ -26,7 +26,7 @@ from .frames import roomy
 from .inductor_order import order_kept
 from .inductor_reads import CheckedReads, reads_known_by_their_writes
 from .options import Options, read_options
-from .passes import ordered_nodes, retain, run_stage, summarize
+from .passes import bases_of, ordered_nodes, retain, run_stage, summarize
 from .passes.context import CompileContext, GraphError, Lowering, Part, Stage
 from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
@@ -47,6 +47,7 @@ from .torch_internals import (
     remove_what_does_nothing,
     remove_whole_views,
     run_boxed,
+    store_as_computed,
 )
 from .unaveraged import warn_of_unaveraged
 from .undivided import warn_of_one_unit
@@ -170,6 +171,7 @@ def _lower_inductor(
             return add_slots(run_boxed(gm), slots)
         forget_mutation_regions(gm.graph)
         remove_whole_views(gm)
+        store_as_computed(gm.graph, bases_of(gm.graph))
         mark_version(gm)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -343,6 +343,21 @@ def generates_code_for(target: Any) -> bool:
     if not isinstance(target, OpOverload) or target in _lowering.fallbacks:
         return False
     return target in _lowering.lowerings and target.overloadpacket.__name__ not in _EXTERN_KERNELS
+
+
+def store_as_computed(graph: fx.Graph, bases: Mapping[fx.Node, fx.Node]) -> None:
+    """Has Inductor store what matrix products read in the shape in which it is computed.
+
+    Where two products read a view of something, Inductor would copy it into the view's shape, by a kernel that is often
+    not fused with what computes it: of an attention's gradients one for each of its projections.
+
+    Args:
+        bases: for each node, the one whose memory it lies in.
+    """
+    for product in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+        for base in {bases[operand] for operand in product.all_input_nodes}:
+            if generates_code_for(base.target) and base.meta["val"].is_contiguous():
+                base.meta["inductor_realize_to_strides"] = True
 
 
 # What the partitioner has call operators that draw random numbers, where they run a second time.
