@@ -14,7 +14,7 @@ or that operators compute which can't be told where to write (convolutions, atte
 aligned, where libraries are slower and round otherwise; what is only moved (of a parameter that the program slices);
 and sums (of biases and norms), which Inductor's kernels store before they place them. A gradient of another dtype than
 the reduction's is cast on the way; an embedding's rows in bf16, which Inductor adds up in fp32, stay in fp32 if that is
-what is reduced.
+what is reduced, and so do products on NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Sinking:
             return self.write(self._drop(value), before)
         if self._only_rounds(value) and place.fits(value_of(value.all_input_nodes[0])):
             return self.write(self._drop(value), place)
-        if not place.fits(value_of(value)):
+        if not (place.fits(value_of(value)) or self._gives_its_sums(value, place)):
             return self._copy(value, place, f"{_operator(value)} gives another dtype")
         if value.target in _MATMULS:
             if not place.aligned:
@@ -130,6 +130,16 @@ class _Sinking:
         unless it was told to round as operators do."""
         generated = self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
         return generated and value.target in CASTS
+
+    def _gives_its_sums(self, value: fx.Node, place: Place) -> bool:
+        """Whether a matrix product of half precision can be had as the fp32 that it is summed up in: libraries for
+        NVIDIA's GPUs write that, and the cast is left out as in kernels that Inductor generates."""
+        result, wanted = value_of(value), place.layout
+        if value.target not in _MATMULS or result is None or result.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        generated = self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
+        nvidia = result.device.type == "cuda" and torch.version.hip is None
+        return generated and nvidia and wanted.dtype == torch.float32 and result.shape == wanted.shape
 
     def _write_parts(self, whole: fx.Node, place: Place) -> int | None:
         """Writes each of the tensors that a gradient is concatenated of, as those of a parameter that was split are;

@@ -176,9 +176,12 @@ def replicas_of(group: str) -> dist.ProcessGroup | None:
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """``out = a @ b``, or ``out += a @ b``: matrices, or batches of matrices of the same dtype."""
+    """``out = a @ b``, or ``out += a @ b``: matrices, or batches of matrices of the same dtype; of ``out = a @ b`` on a
+    GPU, ``out`` may be fp32 where the others are bf16 or fp16."""
     if accumulate:
         (out.addmm_ if a.dim() == 2 else out.baddbmm_)(a, b)
+    elif out.dtype != a.dtype:
+        (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=out.dtype, out=out)
     else:
         (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out=out)
 
