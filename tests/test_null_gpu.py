@@ -22,6 +22,8 @@ from vescale_compile.examples import llama
 
 RANKS = 2
 TRAIN = Path(__file__).parent / "null_gpu" / "train.py"
+FP32 = "0"
+"""as cuBLAS numbers types"""
 WORKSPACES = 2 * (32 << 20)
 """bytes that PyTorch gives cuBLAS on an H100, once for the thread of the forward and once for the backward's"""
 
@@ -69,8 +71,8 @@ class Access(NamedTuple):
 
 
 def _of_product(*operands: str) -> list[Access]:
-    """Of a product's operands only the first byte is known."""
-    return [Access(int(each, 16), 1, place == 2) for place, each in enumerate(operands)]
+    """Of a product's operands only the first byte is known. What follows is the type of the last."""
+    return [Access(int(each, 16), 1, place == 2) for place, each in enumerate(operands[:3])]
 
 
 def _of_collective(sent: str, sent_bytes: str, received: str, received_bytes: str) -> list[Access]:
@@ -206,6 +208,12 @@ def test_a_quantized_step_sends_codes(run: Trained, quantized_run: Trained) -> N
 def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(name: str, request: pytest.FixtureRequest) -> None:
     each_run = request.getfixturevalue(name)
     assert each_run.of("product") and not each_run.of("copy")
+
+
+def test_products_of_gradients_write_the_fp32_that_is_reduced(run: Trained) -> None:
+    """Of seven matrices in a layer, and of the head."""
+    written = Counter(line[5] for line in run.of("product"))
+    assert written[FP32] == 7 * llama.SIZES["small"].layers + 1
 
 
 def test_what_computes_gradients_of_an_attention_transposes_them_for_the_products_that_read_them(

@@ -1,20 +1,27 @@
 """Gradients are written where they are reduced: what copies nothing, what is copied, and why."""
 
+import dataclasses
 import functools
 
+import handmade
 import models
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import fake_world, on_ranks
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vescale_compile as vc
 from vescale_compile import backend
-from vescale_compile.passes.context import Part
+from vescale_compile.passes.context import Lowering, Part
+from vescale_compile.passes.sink import sink
 from vescale_compile.passes.summary import Direction, Entry, Kind
+from vescale_compile.runtime import ops
+from vescale_compile.runtime.unshard import ParamView
 from vescale_compile.torch_internals import run_boxed
 
+aten = torch.ops.aten
 LOWERINGS = ("eager", "inductor")
 SUM = "a generated reduction, which is stored before it is placed"
 
@@ -258,6 +265,38 @@ def test_rows_looked_up_in_bf16_are_added_up_in_fp32_where_they_are_reduced(
     assert [entry for entry in moved(graph) if entry.direction is Direction.REDUCE] == []
     (final,) = tmp_path.glob("**/*backward-after-verify.py")
     assert ("index_put_." in final.read_text()) is not rounds
+
+
+def sunk_product(device: str) -> list[object]:
+    """What computes a gradient of 8 x 8 from products in bf16, reduced in fp32: the operators of its graph."""
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    product = graph.call_function(aten.mm.default, (a, b))
+    packed = graph.call_function(ops.pack, ([product], [0], [0], [], 64, torch.float32, 0))
+    graph.output((packed,))
+    with FakeTensorMode():
+        for node in (a, b, product):
+            node.meta["val"] = torch.empty(8, 8, dtype=torch.bfloat16, device=device)
+        packed.meta["val"] = torch.empty(64, device=device)
+    given = handmade.context(Part.BACKWARD)
+    unit = dataclasses.replace(given.units[0], views=(ParamView(0, (8, 8), True),))
+    sink(fx.GraphModule({}, graph), dataclasses.replace(given, lowering=Lowering.INDUCTOR, units=(unit,)))
+    return [node.target for node in graph.nodes]
+
+
+def test_products_in_bf16_write_fp32_where_gpus_reduce_it():
+    found = sunk_product("cuda")
+    assert ops.matmul_into in found and aten.copy_.default not in found
+
+
+def test_products_in_bf16_are_cast_where_cpus_reduce_fp32():
+    found = sunk_product("cpu")
+    assert aten.copy_.default in found and ops.matmul_into not in found
+
+
+def test_products_in_bf16_are_cast_if_inductor_is_to_round_as_operators_do():
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        assert aten.copy_.default in sunk_product("cuda")
 
 
 def test_a_weight_used_twice_accumulates_in_its_place(without_code_generation, tmp_path, monkeypatch):

@@ -21,19 +21,20 @@ int cublasGetStream_v2(void **handle, void **stream) {
   return 0;
 }
 
-static int product(void **handle, const void *a, const void *b, const void *c) {
-  null_gpu_log("product %p %p %p %p", *handle, a, b, c);
+static int product(void **handle, const void *a, const void *b, const void *c, int type_c) {
+  null_gpu_log("product %p %p %p %p %d", *handle, a, b, c, type_c);
   return 0;
 }
 
 int cublasGemmEx(void **handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha, const void *a,
-                 int type_a, int stride_a, const void *b, int type_b, int stride_b, const void *beta, void *c) {
-  return product(handle, a, b, c);
+                 int type_a, int stride_a, const void *b, int type_b, int stride_b, const void *beta, void *c,
+                 int type_c) {
+  return product(handle, a, b, c, type_c);
 }
 
 int cublasSgemm_v2(void **handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha, const void *a,
                    int stride_a, const void *b, int stride_b, const void *beta, void *c) {
-  return product(handle, a, b, c);
+  return product(handle, a, b, c, CUDA_R_32F);
 }
 
 static int description(void **handle) {
