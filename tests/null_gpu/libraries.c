@@ -2,6 +2,7 @@
 #include "log.h"
 
 #include <cuda_runtime_api.h>
+#include <library_types.h>
 #include <stdlib.h>
 
 /* cuBLAS. Its handles remember a stream. */

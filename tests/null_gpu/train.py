@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import vescale_compile as vc
 from vescale_compile.examples.llama import SIZES, Llama
 from vescale_compile.local_ranks import start_local_ranks
+from vescale_compile.optim.adamw8bit_kernel import Codebooks
 
 STEPS = 3
 QUANTIZED = {"quantize": vc.BlockFP8((64, 64)), "quantize_gradients": vc.BlockInt8(256)}
@@ -58,8 +59,10 @@ def train(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
         optimizer.zero_grad()
     log(b"step %d", STEPS)
     units = len({unit.name for graph in report.graphs for unit in graph.units})
-    kept = (value for state in optimizer.state.values() for value in state.values() if value.dim())
-    states = sum(value.to_local().nbytes for value in kept)
+    kept = [value.to_local() for state in optimizer.state.values() for value in state.values() if value.dim()]
+    if isinstance(optimizer, vc.optim.AdamW8bit):
+        kept += [table for book in Codebooks.on(device) for table in book]
+    states = sum(value.nbytes for value in kept)
     planned = max(graph.peak_bytes for graph in report.graphs)
     found = counters["aot_autograd"]["autograd_cache_hit"]
     if rank == 0:
