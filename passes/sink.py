@@ -126,20 +126,22 @@ class _Sinking:
         return len(value.users) > readers or self.unwritten[value] > 0
 
     def _only_rounds(self, value: fx.Node) -> bool:
-        """A cast that may be left out where its reader casts again: Inductor does so in kernels that it generates,
-        unless it was told to round as operators do."""
-        generated = self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
-        return generated and value.target in CASTS
+        """A cast that may be left out where its reader casts again."""
+        return self._leaves_out_rounding and value.target in CASTS
+
+    @property
+    def _leaves_out_rounding(self) -> bool:
+        """Inductor does so in kernels that it generates, unless it was told to round as operators do."""
+        return self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
 
     def _gives_its_sums(self, value: fx.Node, place: Place) -> bool:
         """Whether a matrix product of half precision can be had as the fp32 that it is summed up in: libraries for
-        NVIDIA's GPUs write that, and the cast is left out as in kernels that Inductor generates."""
+        NVIDIA's GPUs write that."""
         result, wanted = value_of(value), place.layout
         if value.target not in _MATMULS or result is None or result.dtype not in (torch.bfloat16, torch.float16):
             return False
-        generated = self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
         nvidia = result.device.type == "cuda" and torch.version.hip is None
-        return generated and nvidia and wanted.dtype == torch.float32 and result.shape == wanted.shape
+        return self._leaves_out_rounding and nvidia and wanted.dtype == torch.float32 and result.shape == wanted.shape
 
     def _write_parts(self, whole: fx.Node, place: Place) -> int | None:
         """Writes each of the tensors that a gradient is concatenated of, as those of a parameter that was split are;
