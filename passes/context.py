@@ -186,6 +186,8 @@ class CompileContext:
         cluster: what the cost model predicts for.
         wanted_cluster: how the user named it, on all ranks alike; what ranks find there may differ.
         memory_budget: bytes that a step may take on a rank, without optimizer states; None for what overlap needs.
+        float32_products: whether matrix products of half precision can be had as the float32 that they are summed up
+            in.
         beside: what the step takes beside this graph.
         decide: takes a question and this rank's answer, and returns the one that holds on all ranks.
         units: units in the order in which the graph first needs them.
@@ -214,6 +216,7 @@ class CompileContext:
     cluster: Cluster
     wanted_cluster: str
     memory_budget: int | None
+    float32_products: bool
     beside: Beside
     decide: Callable[[str, str], str]
     units: tuple[GraphUnit, ...]

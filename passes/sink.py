@@ -135,13 +135,12 @@ class _Sinking:
         return self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
 
     def _gives_its_sums(self, value: fx.Node, place: Place) -> bool:
-        """Whether a matrix product of half precision can be had as the fp32 that it is summed up in: libraries for
-        NVIDIA's GPUs write that."""
+        """Whether a matrix product of half precision can be had as the fp32 that it is summed up in."""
         result, wanted = value_of(value), place.layout
         if value.target not in _MATMULS or result is None or result.dtype not in (torch.bfloat16, torch.float16):
             return False
-        nvidia = result.device.type == "cuda" and torch.version.hip is None
-        return self._leaves_out_rounding and nvidia and wanted.dtype == torch.float32 and result.shape == wanted.shape
+        given = self._leaves_out_rounding and self.context.float32_products
+        return given and wanted.dtype == torch.float32 and result.shape == wanted.shape
 
     def _write_parts(self, whole: fx.Node, place: Place) -> int | None:
         """Writes each of the tensors that a gradient is concatenated of, as those of a parameter that was split are;

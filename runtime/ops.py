@@ -175,9 +175,15 @@ def replicas_of(group: str) -> dist.ProcessGroup | None:
     return group_named(group) if group else None
 
 
+def gives_float32_products(device: torch.device) -> bool:
+    """Whether ``torch.mm`` and ``bmm`` of half precision give, with ``out_dtype=torch.float32``, what they sum up in:
+    on NVIDIA's GPUs."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """``out = a @ b``, or ``out += a @ b``: matrices, or batches of matrices of the same dtype; of ``out = a @ b`` on a
-    GPU, ``out`` may be fp32 where the others are bf16 or fp16."""
+    """``out = a @ b``, or ``out += a @ b``: matrices, or batches of matrices of the same dtype; of ``out = a @ b``,
+    ``out`` may be fp32 where the others are bf16 or fp16, if :func:`gives_float32_products`."""
     if accumulate:
         (out.addmm_ if a.dim() == 2 else out.baddbmm_)(a, b)
     elif out.dtype != a.dtype:

@@ -161,6 +161,13 @@ def test_the_model_is_sharded_as_asked(usual):
     assert kept.peak_bytes > resharded.peak_bytes
 
 
+@pytest.mark.parametrize(("cluster", "cast"), [("h100", False), ("mi300x", True)])
+def test_products_are_cast_to_fp32_where_the_clusters_library_does_not_write_it(cluster, cast):
+    policy = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = simulated(cluster=gpu_cluster(cluster, 8), shard=lambda model: vc.fully_shard(model, mp_policy=policy))
+    assert ("aten.mm.default gives another dtype" in str(found.graphs[0])) is cast
+
+
 def test_in_evaluation_there_is_a_forward_alone():
     with torch.no_grad():
         assert simulated().graphs[0].parts.keys() == {Part.INFERENCE}

@@ -19,8 +19,9 @@ from .runtime.agreement import first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.model import Model, beside
+from .runtime.ops import gives_float32_products
 from .runtime.unshard import ParamView
-from .torch_internals import copy_capture_marks, ends_in_graph_break, graph_module, tracing_fake_mode
+from .torch_internals import copy_capture_marks, ends_in_graph_break, graph_module, is_shape, tracing_fake_mode
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     }
     shard = next(iter(positions)).shard
     decide = first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size))
+    cluster = cluster_for(options.cluster, shard.device, max(unit.graph.comm.world_size for unit in units))
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
-        cluster=cluster_for(options.cluster, shard.device, max(unit.graph.comm.world_size for unit in units)),
+        cluster=cluster,
         wanted_cluster=repr(options.cluster),
         memory_budget=options.budget_bytes,
+        # Of what is only simulated, the device that it is simulated for says so.
+        float32_products=(is_shape(shard) and cluster.device.float32_products) or gives_float32_products(shard.device),
         beside=beside(tuple(positions), breaks=ends_in_graph_break(gm), given=given_bytes(example_inputs)),
         decide=decide,
         units=tuple(unit.graph for unit in units),

@@ -107,6 +107,11 @@ def shapes_only() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_shape(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory, as those made inside :func:`shapes_only`."""
+    return isinstance(tensor, FakeTensor)
+
+
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake tensor mode that the example values of a graph's nodes belong to."""
     values = (node.meta.get("val") for node in graph.nodes)

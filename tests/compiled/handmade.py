@@ -44,6 +44,7 @@ def context(
         cluster=PRESETS["h100"](WORLD),
         wanted_cluster="",
         memory_budget=None,
+        float32_products=False,
         beside=Beside(),
         decide=lambda question, answer: answer,
         units=units,

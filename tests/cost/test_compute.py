@@ -16,7 +16,7 @@ from vescale_compile.cost import Device
 from vescale_compile.cost import flops as arithmetic
 from vescale_compile.cost.compute import compute_seconds
 from vescale_compile.cost.flops import flops
-from vescale_compile.runtime import ops  # noqa: F401  (registers the package's operators)
+from vescale_compile.runtime import ops
 
 # A second is one operation, or one byte and a launch: times can be read off.
 ARITHMETIC = Device("arithmetic", {"float32": 1.0, "bfloat16": 2.0}, 1e30, None, 1.0, 1.0, 0.0)
@@ -40,6 +40,15 @@ def close(seconds: float) -> object:
 def test_a_matrix_product_takes_two_operations_for_each_multiplication() -> None:
     assert total(capture(torch.mm, (3, 5), (5, 7)), ARITHMETIC) == close(2 * 3 * 5 * 7)
     assert total(capture(torch.mm, (3, 5), (5, 7), dtype=torch.bfloat16), ARITHMETIC) == close(3 * 5 * 7)
+
+
+def test_a_product_that_writes_wider_numbers_is_computed_in_those_that_it_reads() -> None:
+    def into(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty(3, 7)
+        ops.matmul_into(out, a, b, False)
+        return out
+
+    assert total(capture(into, (3, 5), (5, 7), dtype=torch.bfloat16), ARITHMETIC) == close(3 * 5 * 7)
 
 
 def test_operations_of_a_whole_backward_are_those_that_pytorch_counts() -> None:

@@ -29,6 +29,7 @@ from vescale_compile.runtime.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from vescale_compile.runtime.ops import gives_float32_products
 
 # On a CPU small enough that some repetitions run without being interrupted.
 _MATRIX = {"cpu": 512, "cuda": 8192}  # rows and columns
@@ -83,6 +84,7 @@ def calibrate(
         compute_efficiency=1.0,
         bandwidth_efficiency=1.0,
         launch_overhead=launch,
+        float32_products=gives_float32_products(torch.device(device)),
     )
     return Calibration(measured, ranks, calibrate_collectives(device, group=group) if ranks > 1 else {})
 

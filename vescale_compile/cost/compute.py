@@ -178,7 +178,9 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 def _factor_dtype(node: fx.Node, device: Device) -> str:
     """The device's name for the dtype that a matrix product is computed in: of its floating-point factors, if any."""
-    factors = [tensor.dtype for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val"))]
+    written = written_by(node)  # sums may be of another dtype
+    read = [source for source in node.all_input_nodes if source not in written]
+    factors = [tensor.dtype for source in read for tensor in _tensors(source.meta.get("val"))]
     dtypes = factors or [tensor.dtype for tensor in _written(node)]
     dtype = next((each for each in dtypes if each.is_floating_point), dtypes[0])
     name = str(dtype).removeprefix("torch.")

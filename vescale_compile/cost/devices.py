@@ -28,6 +28,8 @@ class Device:
         compute_efficiency: share of ``peak_flops`` that large matrix products reach, in (0, 1].
         bandwidth_efficiency: share of ``memory_bandwidth`` that pointwise kernels reach, in (0, 1].
         launch_overhead: seconds that a kernel takes whatever it does.
+        float32_products: whether its library gives matrix products of half precision as the float32 that they are
+            summed up in.
         operators: by :func:`.compute.operator_key`, seconds of operators that were measured on it, which are believed
             before its peaks.
     """
@@ -39,6 +41,7 @@ class Device:
     compute_efficiency: float
     bandwidth_efficiency: float
     launch_overhead: float
+    float32_products: bool = False
     operators: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,8 +97,8 @@ def _bits(dtype: str) -> int:
     return int(found[0]) if found else 8
 
 
-def _gpu(name: str, flops: Mapping[str, float], bandwidth: float, gigabytes: int) -> Device:
-    return Device(name, flops, bandwidth, gigabytes * 10**9, 0.65, 0.85, 4e-6)
+def _gpu(name: str, flops: Mapping[str, float], bandwidth: float, gigabytes: int, *, nvidia: bool = True) -> Device:
+    return Device(name, flops, bandwidth, gigabytes * 10**9, 0.65, 0.85, 4e-6, float32_products=nvidia)
 
 
 _HOPPER = {
@@ -150,6 +153,7 @@ DEVICES: dict[str, Device] = {
             },
             5.3e12,
             192,
+            nvidia=False,
         ),
     )
 }
