@@ -93,7 +93,7 @@ def _schedule(
         _place_carried(graph)
         return _planned_bytes(graph, context, others)
 
-    found, planned = _fitting(tasks, budget, least, planned_with)
+    found, planned = _fitting(tasks, budget, least, planned_with, strict=context.memory_budget is not None)
     if context.memory_budget is not None and planned > context.memory_budget:
         found = synchronous_schedule(tasks)
         planned = planned_with(found)
@@ -107,21 +107,24 @@ def _schedule(
 
 
 def _fitting(
-    tasks: TaskGraph, budget: int, least: int, planned_with: Callable[[Scheduled], int]
+    tasks: TaskGraph, budget: int, least: int, planned_with: Callable[[Scheduled], int], *, strict: bool
 ) -> tuple[Scheduled, int]:
     """The fastest schedule found whose slots fit in the budget, and the bytes planned with it; if none, one that does
     not fit.
 
     Slots are never as full as they are large: where they exceed the budget, the schedule gets less, and then again
-    more, halfway to what exceeded it, until one is as fast as with all of the budget."""
+    more, halfway to what exceeded it, until one is as fast as with all of the budget. If none is, and the budget is not
+    ``strict``, one is taken that does not fit if it saves more of the time than it takes more of the memory."""
     low, high = least, max(budget, least)
     limit, fastest = high, math.inf
+    tried: list[tuple[Scheduled, int]] = []
     best: tuple[Scheduled, int] | None = None
     for _ in range(_ATTEMPTS):
         found = find_schedule(tasks, limit)
         fastest = min(fastest, found.timeline.makespan)
         planned = planned_with(found)
-        if planned <= budget:
+        tried.append((found, planned))
+        if planned <= budget or (limit == least and not strict):
             if best is None or found.timeline.makespan < best[0].timeline.makespan:
                 best = found, planned
             low = limit
@@ -133,6 +136,8 @@ def _fitting(
         if good or low >= high:
             break
         limit = (low + high) // 2 if best is not None else max(high - (planned - budget), least)
+    if not strict and (best is None or best[0].timeline.makespan > fastest * _ROUNDING):
+        return min(tried, key=lambda each: each[0].timeline.makespan * each[1])
     return best or (found, planned)
 
 

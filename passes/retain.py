@@ -1,12 +1,14 @@
 """Cuts the joint graph into forward and backward, and keeps parameters for the backward where memory allows it.
 
-``reshard_after_forward=True`` lets a unit's memory go where it is short. Without a memory budget it always goes. With
-one, as many units are kept as fit and pay (selective resharding): the graph is cut with everything resharded, which
-shows what the step needs and what each unit would take for how long; then, if any are to be kept, it is cut again.
-Units are taken in the order of the time that they save for the memory they hold. What the last of them takes could
-also be used to launch further ahead, so the schedules of a few numbers of units are compared. Of those that are equally
-fast the one with the fewest gathers is taken that leaves room to gather a unit ahead; if none does, the one that leaves
-most.
+``reshard_after_forward=True`` lets a unit's memory go where it is short. The graph is cut with everything resharded,
+which shows what the step needs and what each unit would take for how long. Then some are kept (selective resharding):
+the forward hands over what it has gathered, where it handed over the shard.
+
+Given a memory budget, as many are kept as fit and pay, in the order of the time that they save for the memory they
+hold. What the last of them takes could also be used to launch further ahead, so the schedules of a few numbers of units
+are compared. Of those that are equally fast the one with the fewest gathers is taken that leaves room to gather a unit
+ahead; if none does, the one that leaves most. Without a budget one may be kept, of the last graph of a step: the unit
+that the backward reads first, a language model's head, say, if what gathering one unit ahead takes has room for it.
 
 Of the units that the backward does gather again, the first is needed as soon as it begins. If there is room for it,
 its gather is launched while the forward ends, and carried over.
@@ -15,7 +17,7 @@ its gather is launched while the forward ends, and carried over.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch import fx
 
@@ -24,9 +26,10 @@ from ..schedule import find_schedule, least_peak
 from .agreed import agreed_units
 from .aliases import bases_of
 from .context import CompileContext
+from .moves import uncast
 from .overlap import room_ahead
 from .reshard import GATHERS
-from .step import Halves, Step, copied, survey
+from .step import Halves, Step, survey
 
 _EQUAL = 1.001  # times that differ by less are the same to a cost model
 
@@ -48,33 +51,56 @@ def retain(
     Returns:
         The forward and the backward.
     """
-    budget = context.spare
-
-    def cut_keeping(kept: Sequence[int]) -> tuple[Halves, Step]:
-        context.kept = frozenset(kept)
-        joint = gm if budget is None else copied(gm)
-        mark(joint)
-        halves = cut(joint)
-        for half in halves:
-            give_values(half.graph)
-        return halves, survey(halves, context)
-
-    halves, step = cut_keeping(())
+    mark(gm)
+    halves = cut(gm)
+    for half in halves:
+        give_values(half.graph)
+    step = survey(halves, context)
     again = frozenset(step.forward.gathered.keys() & step.backward.gathered.keys())
-    own: Sequence[int] = () if budget is None else _worth_keeping(step, budget)
-    while own:
-        with_kept, after = cut_keeping(own)
-        if budget is None or after.planned() <= budget:
-            halves, step = with_kept, after
-            break
-        own = own[:-1]  # the partitioner saved more than the parameters, a cast of them, say
-    context.kept = frozenset(own)
-    kept, context.carried = agreed_units(again, context.kept, _to_carry(step, context), context)
-    if kept != context.kept:
-        halves, step = cut_keeping(sorted(kept))
-    context.needs = step.needs(context.carried)
+    kept = _to_keep(step, context)
+    context.kept, context.carried = agreed_units(again, kept, _to_carry(step, kept, context), context)
+    hand_over(halves, context.kept, context.results)
+    context.needs = step.needs(context.kept, context.carried)
     context.saved = _saved(halves[0].graph)
     return halves
+
+
+def hand_over(halves: Halves, units: frozenset[int], results: int) -> None:
+    """Has a forward hand over the parameters of ``units`` that it has gathered, and its backward take them where it
+    gathered them again.
+
+    Args:
+        halves: cut with the units resharded.
+        units: by ordinal; both halves gather them.
+        results: how many of the forward's outputs are the program's own.
+    """
+    forward, backward = halves
+    first, again = (
+        {node.args[1]: node for node in half.graph.nodes if node.target in GATHERS} for half in (forward, backward)
+    )
+    output = forward.graph.output_node()
+    outputs = list(cast(Sequence[Any], output.args[0]))
+    for unit in sorted(units):
+        shard = _become_input(again[unit])
+        outputs[[str(value) for value in outputs].index(shard, results)] = first[unit]
+    output.args = (tuple(outputs),)
+    for half in halves:
+        half.recompile()
+
+
+def _become_input(gather: fx.Node) -> str:
+    """Makes a gather of the backward an input, in the place of the shard that it gathers, whose name is returned."""
+    graph, source = gather.graph, cast(fx.Node, gather.args[0])
+    shard = uncast(source)
+    shard.append(gather)
+    gather.op, gather.target, gather.args, gather.kwargs = "placeholder", gather.name, (), {}
+    gather.meta = {**shard.meta, "val": gather.meta["val"]}
+    while source is not shard:
+        cast_of = source.all_input_nodes[0]
+        graph.erase_node(source)
+        source = cast_of
+    graph.erase_node(shard)
+    return shard.name
 
 
 def _saved(forward: fx.Graph) -> dict[str, int]:
@@ -84,13 +110,26 @@ def _saved(forward: fx.Graph) -> dict[str, int]:
     return {value.name: cast(int, bases[value].args[1]) for value in values if bases[value].target in GATHERS}
 
 
-def _to_carry(step: Step, context: CompileContext) -> frozenset[int]:
+def _to_keep(step: Step, context: CompileContext) -> frozenset[int]:
+    """The units whose parameters the forward hands over to the backward."""
+    if context.spare is not None:
+        return frozenset(_worth_keeping(step, context.spare))
+    first = step.first_gathered_again()
+    # One that the program returns may be written to before the backward.
+    if first not in step.gathered_again or context.memory_budget is not None or not context.beside.last:
+        return frozenset()
+    kept = frozenset([first])
+    return kept if step.planned(kept) <= max(step.allowances().values()) else frozenset()
+
+
+def _to_carry(step: Step, kept: frozenset[int], context: CompileContext) -> frozenset[int]:
     """The units whose gather for the backward is launched in the forward."""
-    first = step.first_gathered_again
+    first = step.first_gathered_again(kept)
     if first is None:
         return frozenset()
-    room = context.room(max(step.allowances.values()))
-    return frozenset([first]) if step.planned(carried=frozenset([first])) <= room else frozenset()
+    carried = frozenset([first])
+    room = context.room(max(step.allowances(kept).values()))
+    return carried if step.planned(kept, carried) <= room else frozenset()
 
 
 def _worth_keeping(step: Step, budget: int) -> Sequence[int]:

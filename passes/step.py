@@ -141,23 +141,20 @@ class Step:
         found = {half.part: half.tasks_with(kept, live) for half in self.halves}
         return {part: tasks for part, tasks in found.items() if tasks is not None}
 
-    @cached_property
-    def allowances(self) -> dict[Part, int]:
+    def allowances(self, kept: frozenset[int] = _NONE) -> dict[Part, int]:
         """By half, the bytes that the step may take for its sake where no budget is given."""
-        return {part: least_peak(tasks) + room_ahead(tasks) for part, tasks in self.tasks().items()}
+        return {part: least_peak(tasks) + room_ahead(tasks) for part, tasks in self.tasks(kept).items()}
 
-    def needs(self, carried: frozenset[int]) -> dict[Part, Need]:
+    def needs(self, kept: frozenset[int], carried: frozenset[int]) -> dict[Part, Need]:
         """What each half takes at least."""
-        slots = self.slots(carried=carried)
+        slots, allowances = self.slots(kept, carried), self.allowances(kept)
         return {
-            half.part: Need(slots[half.part], half.peak(_NONE), self.allowances.get(half.part, 0))
-            for half in self.halves
+            half.part: Need(slots[half.part], half.peak(kept), allowances.get(half.part, 0)) for half in self.halves
         }
 
-    @property
-    def first_gathered_again(self) -> int | None:
-        """The unit that the backward needs first, if it gathers that again."""
-        first = next((each.unit for each in self.backward.collectives if each.gathers), None)
+    def first_gathered_again(self, kept: frozenset[int] = _NONE) -> int | None:
+        """The unit that the backward gathers first, if the forward has gathered it too."""
+        first = next((each.unit for each in self.backward.collectives if each.gathers and each.unit not in kept), None)
         return first if first in self.forward.gathered else None
 
     @cached_property

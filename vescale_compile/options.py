@@ -31,7 +31,8 @@ class Options:
             where no schedule fits beside the shards of all units. Where several forwards wait for their backwards (of
             graph breaks, of layers compiled one by one, of several calls), what they keep is known only when they have
             run: only the last graph of a step uses what they leave, and a warning says where they leave too little.
-            None: what it takes to gather and to reduce one unit ahead.
+            None: what it takes to gather and to reduce one unit ahead, or more where that saves more of the time than
+            it takes of the memory.
         cluster: what schedules are made for: a :class:`vescale_compile.cost.Cluster`, the name of a preset
             (``"h100"``), or the path of a calibration file. None: what this machine seems to be.
         registered_memory: slots are memory that the process group has registered with its network (NCCL). Compiling

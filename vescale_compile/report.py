@@ -122,7 +122,11 @@ class Report:
 
 def _after_forward(context: CompileContext, unit: int) -> str:
     if not context.reshards(unit):
-        return "kept: memory_budget allows it" if unit in context.kept else "kept"
+        if unit not in context.kept:
+            return "kept"
+        return (
+            f"kept: {'memory_budget allows it' if context.memory_budget is not None else 'the backward reads it first'}"
+        )
     return "resharded"
 
 

@@ -74,7 +74,8 @@ def fully_shard(
             over which gradients are averaged after their reduce-scatter. Replicas must begin with equal values, which
             is checked at first use.
         reshard_after_forward: free gathered parameters after the forward, and gather again in the backward; where
-            the backend is given a ``memory_budget``, only of as many units as it takes to stay within it.
+            the backend is given a ``memory_budget``, only of as many units as it takes to stay within it, and where
+            not, of all but the unit that the backward reads first, if gathering one unit ahead takes as much.
             False keeps them: one gather less, and the memory of the unsharded parameters.
         mp_policy: dtypes of gathers, reductions, inputs and outputs. Sharded parameters keep their own dtype; gradients
             are reduced in ``param_dtype`` where ``reduce_dtype`` is left out.

@@ -136,7 +136,8 @@ def simulate(
         cluster: a :class:`vescale_compile.cost.Cluster`, the name of a preset ("h100"), or a calibration's file.
         world_size: ranks.
         memory_budget: bytes, or text such as "40GB": what a step may take on a rank, optimizer states apart. None:
-            what gathering and reducing one unit ahead takes.
+            what gathering and reducing one unit ahead takes, or more where that saves more of the time than it takes
+            of the memory.
         shard: called with a copy of the model that only has shapes, to shard it; for example ``lambda model:
             vc.fully_shard(model, mp_policy=...)``.
         optimizer: one of ``vescale_compile.cost.OPTIMIZERS``, or another description.
