@@ -38,9 +38,14 @@ from .memory import peak_of
 from .prediction import predict, predict_alone
 from .tasks import Collective, collectives_of, seconds_of, segments_of, task_graph
 
+Planned = tuple[Scheduled, int]
+"""A schedule, and the bytes that the step takes with it."""
+
 LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
 
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
+_MORE = (2, 4, 8)  # times what one unit ahead takes, where no budget is given and that leaves communication exposed
+_NEAR = 1.05  # times the bound: a schedule that takes no longer is not worth more memory
 _ROUNDING = 1 + 1e-9  # sums in another order differ in their last digits
 _CLOSE = 1 / 16  # of what the budget leaves, between one that fits and one that does not
 
@@ -93,10 +98,14 @@ def _schedule(
         _place_carried(graph)
         return _planned_bytes(graph, context, others)
 
-    found, planned = _fitting(tasks, budget, least, planned_with, strict=context.memory_budget is not None)
-    if context.memory_budget is not None and planned > context.memory_budget:
-        found = synchronous_schedule(tasks)
-        planned = planned_with(found)
+    tried = _attempts(tasks, budget, least, planned_with)
+    if context.memory_budget is None:
+        found, planned = _worth_most(tried, tasks, budget, least, planned_with)
+    else:
+        found, planned = _fastest_within(budget, tried)
+        if planned > context.memory_budget:
+            found = synchronous_schedule(tasks)
+            planned = planned_with(found)
         if planned > context.memory_budget:
             _refuse(tasks, context)
     early = launched_early(tasks, found)
@@ -106,39 +115,55 @@ def _schedule(
     return found
 
 
-def _fitting(
-    tasks: TaskGraph, budget: int, least: int, planned_with: Callable[[Scheduled], int], *, strict: bool
-) -> tuple[Scheduled, int]:
-    """The fastest schedule found whose slots fit in the budget, and the bytes planned with it; if none, one that does
-    not fit.
+def _attempts(tasks: TaskGraph, budget: int, least: int, planned_with: Callable[[Scheduled], int]) -> list[Planned]:
+    """Schedules on the way to the fastest whose slots fit in the budget.
 
     Slots are never as full as they are large: where they exceed the budget, the schedule gets less, and then again
-    more, halfway to what exceeded it, until one is as fast as with all of the budget. If none is, and the budget is not
-    ``strict``, one is taken that does not fit if it saves more of the time than it takes more of the memory."""
+    more, halfway to what exceeded it, until one is as fast as with all of the budget."""
     low, high = least, max(budget, least)
     limit, fastest = high, math.inf
-    tried: list[tuple[Scheduled, int]] = []
-    best: tuple[Scheduled, int] | None = None
+    tried: list[Planned] = []
+    best: float | None = None
     for _ in range(_ATTEMPTS):
         found = find_schedule(tasks, limit)
-        fastest = min(fastest, found.timeline.makespan)
-        planned = planned_with(found)
+        makespan, planned = found.timeline.makespan, planned_with(found)
+        fastest = min(fastest, makespan)
         tried.append((found, planned))
-        if planned <= budget or (limit == least and not strict):
-            if best is None or found.timeline.makespan < best[0].timeline.makespan:
-                best = found, planned
+        if planned <= budget:
+            best = min(makespan, best or math.inf)
             low = limit
         else:
             high = min(limit, found.timeline.peak_bytes)
-        good = best is not None and (
-            best[0].timeline.makespan <= fastest * _ROUNDING or high - low < _CLOSE * (budget - least)
-        )
+        good = best is not None and (best <= fastest * _ROUNDING or high - low < _CLOSE * (budget - least))
         if good or low >= high:
             break
         limit = (low + high) // 2 if best is not None else max(high - (planned - budget), least)
-    if not strict and (best is None or best[0].timeline.makespan > fastest * _ROUNDING):
-        return min(tried, key=lambda each: each[0].timeline.makespan * each[1])
-    return best or (found, planned)
+    return tried
+
+
+def _fastest_within(budget: int, tried: Sequence[Planned]) -> Planned:
+    """The first of the fastest whose slots fit; the last if none do."""
+    fitting = [each for each in tried if each[1] <= budget]
+    return min(fitting, key=lambda each: each[0].timeline.makespan, default=tried[-1])
+
+
+def _worth_most(
+    tried: Sequence[Planned], tasks: TaskGraph, budget: int, least: int, planned_with: Callable[[Scheduled], int]
+) -> Planned:
+    """Where no budget is given: the fastest that fits in what overlap may take, if that is near the bound. If it is
+    not, the one whose time and memory have the least product, of those tried and of some that may take more: more of
+    the memory is taken for more of the time."""
+    bound = lower_bound(tasks).makespan
+    fitting = _fastest_within(budget, tried)
+    if fitting[1] <= budget and fitting[0].timeline.makespan <= bound * _NEAR:
+        return fitting
+    more = list(tried)
+    for times in _MORE:
+        found = find_schedule(tasks, least + times * max(budget - least, 0))
+        more.append((found, planned_with(found)))
+        if found.timeline.makespan <= bound * _NEAR:
+            break
+    return min(more, key=lambda each: each[0].timeline.makespan * each[1])
 
 
 def _refuse(tasks: TaskGraph, context: CompileContext) -> None:

@@ -154,25 +154,29 @@ def test_of_the_schedules_whose_slots_fit_the_fastest_is_looked_for(monkeypatch)
         return schedule.limit + (400 if schedule.limit > 650 else 0)
 
     monkeypatch.setattr(overlap, "find_schedule", found)
-    best, taken = overlap._fitting(None, 1000, 100, planned, strict=True)
+    best, taken = overlap._fastest_within(1000, overlap._attempts(None, 1000, 100, planned))
     assert 650 - 900 / 16 < best.limit <= 650 and taken == best.limit
 
 
-@pytest.mark.parametrize(("seconds", "exceeds"), [(2.0, False), (0.5, True)])
-def test_without_a_budget_slots_exceed_what_one_unit_ahead_takes_if_that_saves_more_time_than_memory(
-    seconds, exceeds, monkeypatch
-):
+@pytest.mark.parametrize(
+    ("seconds", "taken"),
+    [
+        ({1000: 1.04, 2000: 1.0}, 1000),  # near the bound, of 1 s
+        ({1000: 3.0, 2000: 2.0, 4000: 1.9}, 1000),  # twice the memory for two thirds of the time
+        ({1000: 3.0, 2000: 1.4, 4000: 1.0}, 2000),
+        ({1000: 9.0, 2000: 8.0, 4000: 1.0}, 4000),
+    ],
+)
+def test_without_a_budget_more_memory_is_taken_for_more_of_the_time(seconds, taken, monkeypatch):
     def found(tasks, limit):
-        makespan = seconds if limit > 650 else 2.2
+        makespan = seconds[max(known for known in seconds if known <= limit)]
         return SimpleNamespace(limit=limit, timeline=SimpleNamespace(makespan=makespan, peak_bytes=limit))
 
-    def planned(schedule):
-        return schedule.limit + (400 if schedule.limit > 650 else 0)
-
     monkeypatch.setattr(overlap, "find_schedule", found)
-    _, taken = overlap._fitting(None, 1000, 600, planned, strict=False)
-    assert (taken > 1000) is exceeds
-    assert overlap._fitting(None, 1000, 600, planned, strict=True)[1] <= 1000
+    monkeypatch.setattr(overlap, "lower_bound", lambda tasks: SimpleNamespace(makespan=1.0))
+    first = found(None, 1000)
+    best, _ = overlap._worth_most([(first, 1000)], None, 1000, 0, lambda schedule: schedule.limit)
+    assert best.limit == taken
 
 
 def test_an_impossible_budget_says_what_is_needed():
