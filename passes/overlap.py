@@ -44,7 +44,7 @@ Planned = tuple[Scheduled, int]
 LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
 
 _ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
-_MORE = (2, 4, 8)  # times what one unit ahead takes, where no budget is given and that leaves communication exposed
+_MORE = (2, 4)  # times what one unit ahead takes, where no budget is given and that leaves communication exposed
 _NEAR = 1.05  # times the bound: a schedule that takes no longer is not worth more memory
 _ROUNDING = 1 + 1e-9  # sums in another order differ in their last digits
 _CLOSE = 1 / 16  # of what the budget leaves, between one that fits and one that does not

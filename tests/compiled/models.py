@@ -25,6 +25,8 @@ REFERENCE_TIMEOUT = timedelta(minutes=4)
 _H100 = PRESETS["h100"](2)
 SLOW_WIRE = replace(_H100, start=0.0, within=replace(_H100.within, bandwidth=1e6, latency=0.0))
 """A cluster on which communication takes far longer than computation, in proportion to its bytes."""
+FAST_WIRE = replace(SLOW_WIRE, within=replace(SLOW_WIRE.within, bandwidth=1e9))
+"""One on which computation takes longer."""
 
 
 class Block(nn.Module):

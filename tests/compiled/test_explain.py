@@ -11,9 +11,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
+from vescale_compile.cost import PRESETS, Cluster
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.passes.summary import Kind
+from vescale_compile.report import GraphReport
 from vescale_compile.runtime import crossing, pool
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -37,22 +39,35 @@ def test_each_unit_is_gathered_and_reduced_by_its_bytes(usual):
     (graph,) = usual.graphs
     whole = sum(unit.gathered_bytes for unit in graph.units)
     assert graph.parts[Part.FORWARD].nbytes(Kind.ALL_GATHER) == whole
-    assert graph.parts[Part.BACKWARD].nbytes(Kind.ALL_GATHER) == whole
+    again = sum(unit.gathered_bytes for unit in graph.units if unit.after_forward == "resharded")
+    assert graph.parts[Part.BACKWARD].nbytes(Kind.ALL_GATHER) == again < whole
     assert graph.parts[Part.BACKWARD].nbytes(Kind.REDUCE_SCATTER) == whole
     assert sum(unit.shard_bytes for unit in graph.units) * 2 == whole
 
 
-def test_layers_share_their_slots_however_many_there_are():
+def slots_by_layers(*layers: int, cluster: Cluster) -> tuple[list[int], GraphReport]:
+    """The bytes of the slots of models of that many layers, and the report of the last."""
     sizes = []
     with fake_world(2):
-        for layers in (6, 12):
+        for count in layers:
             torch._dynamo.reset()
-            model = vc.fully_shard(models.Uneven(layers))
-            (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager"}).graphs
+            model = vc.fully_shard(models.Uneven(count))
+            options = {"lowering": "eager", "cluster": cluster}
+            (graph,) = vc.explain(model, *models.batches(1, 11)[0], options=options).graphs
             sizes.append(graph.slot_bytes)
-            layer, root = graph.units[1].gathered_bytes, graph.units[0].gathered_bytes
+    return sizes, graph
+
+
+def test_layers_share_their_slots_however_many_there_are():
+    sizes, graph = slots_by_layers(6, 12, cluster=models.FAST_WIRE)
+    layer, root = graph.units[1].gathered_bytes, graph.units[0].gathered_bytes
     # A layer's parameters and gradients, the next one's, and the root's, which live longer.
     assert max(sizes) <= 5 * layer + 2 * root
+
+
+def test_what_is_launched_further_ahead_where_communication_takes_long_does_not_grow_with_the_layers():
+    sizes, _ = slots_by_layers(12, 24, cluster=PRESETS["h100"](2))
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("layers", [4, 8])

@@ -98,7 +98,7 @@ def cold_and_warm(**options) -> list[float]:
         with passes() as ran:
             losses, params, reports = trained(keeps_one=True, **options)
         assert ran == ALL
-        assert {unit.after_forward for unit in reports[0].units} == {"resharded", "kept"}
+        assert {unit.after_forward for unit in reports[0].units} >= {"resharded", "kept"}
         with passes() as ran:
             warm_losses, warm_params, warm_reports = trained(keeps_one=True, **options)
         assert ran == []
