@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -23,7 +23,6 @@ from ..schedule import (
     Scheduled,
     TaskGraph,
     check_budget,
-    find_schedule,
     launched_early,
     least_peak,
     lower_bound,
@@ -34,20 +33,14 @@ from .agreed import agreed_schedule
 from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
 from .edit import order_of
+from .fitting import Fitting
 from .memory import peak_of
 from .prediction import predict, predict_alone
 from .tasks import Collective, collectives_of, seconds_of, segments_of, task_graph
 
-Planned = tuple[Scheduled, int]
-"""A schedule, and the bytes that the step takes with it."""
-
 LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
 
-_ATTEMPTS = 6  # at a schedule whose slots fit in the memory budget
-_MORE = (2, 4)  # times what one unit ahead takes, where no budget is given and that leaves communication exposed
-_NEAR = 1.05  # times the bound: a schedule that takes no longer is not worth more memory
-_ROUNDING = 1 + 1e-9  # sums in another order differ in their last digits
-_CLOSE = 1 / 16  # of what the budget leaves, between one that fits and one that does not
+_OURS = 0.9  # of a device's memory: the rest is the allocator's, and of libraries
 
 
 def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -98,11 +91,11 @@ def _schedule(
         _place_carried(graph)
         return _planned_bytes(graph, context, others)
 
-    tried = _attempts(tasks, budget, least, planned_with)
+    fitting = Fitting(tasks, budget, least, planned_with)
     if context.memory_budget is None:
-        found, planned = _worth_most(tried, tasks, budget, least, planned_with)
+        found, planned = fitting.worth_most(_device_leaves(context))
     else:
-        found, planned = _fastest_within(budget, tried)
+        found, planned = fitting.fastest()
         if planned > context.memory_budget:
             found = synchronous_schedule(tasks)
             planned = planned_with(found)
@@ -115,55 +108,10 @@ def _schedule(
     return found
 
 
-def _attempts(tasks: TaskGraph, budget: int, least: int, planned_with: Callable[[Scheduled], int]) -> list[Planned]:
-    """Schedules on the way to the fastest whose slots fit in the budget.
-
-    Slots are never as full as they are large: where they exceed the budget, the schedule gets less, and then again
-    more, halfway to what exceeded it, until one is as fast as with all of the budget."""
-    low, high = least, max(budget, least)
-    limit, fastest = high, math.inf
-    tried: list[Planned] = []
-    best: float | None = None
-    for _ in range(_ATTEMPTS):
-        found = find_schedule(tasks, limit)
-        makespan, planned = found.timeline.makespan, planned_with(found)
-        fastest = min(fastest, makespan)
-        tried.append((found, planned))
-        if planned <= budget:
-            best = min(makespan, best or math.inf)
-            low = limit
-        else:
-            high = min(limit, found.timeline.peak_bytes)
-        good = best is not None and (best <= fastest * _ROUNDING or high - low < _CLOSE * (budget - least))
-        if good or low >= high:
-            break
-        limit = (low + high) // 2 if best is not None else max(high - (planned - budget), least)
-    return tried
-
-
-def _fastest_within(budget: int, tried: Sequence[Planned]) -> Planned:
-    """The first of the fastest whose slots fit; the last if none do."""
-    fitting = [each for each in tried if each[1] <= budget]
-    return min(fitting, key=lambda each: each[0].timeline.makespan, default=tried[-1])
-
-
-def _worth_most(
-    tried: Sequence[Planned], tasks: TaskGraph, budget: int, least: int, planned_with: Callable[[Scheduled], int]
-) -> Planned:
-    """Where no budget is given: the fastest that fits in what overlap may take, if that is near the bound. If it is
-    not, the one whose time and memory have the least product, of those tried and of some that may take more: more of
-    the memory is taken for more of the time."""
-    bound = lower_bound(tasks).makespan
-    fitting = _fastest_within(budget, tried)
-    if fitting[1] <= budget and fitting[0].timeline.makespan <= bound * _NEAR:
-        return fitting
-    more = list(tried)
-    for times in _MORE:
-        found = find_schedule(tasks, least + times * max(budget - least, 0))
-        more.append((found, planned_with(found)))
-        if found.timeline.makespan <= bound * _NEAR:
-            break
-    return min(more, key=lambda each: each[0].timeline.makespan * each[1])
+def _device_leaves(context: CompileContext) -> float:
+    """Bytes that a step may take on a device beside the states of an optimizer that has two of each parameter."""
+    capacity = context.cluster.device.memory_bytes
+    return math.inf if capacity is None else _OURS * capacity - 2 * (context.shard_bytes + context.beside.shards)
 
 
 def _refuse(tasks: TaskGraph, context: CompileContext) -> None:

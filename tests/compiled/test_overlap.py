@@ -5,7 +5,6 @@ import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import models
@@ -144,39 +143,6 @@ def test_where_the_slots_of_what_overlaps_do_not_fit_nothing_overlaps():
         overlapping = mock.patch.object(overlap, "synchronous_schedule", lambda t: find_schedule(t, least_peak(t)))
         with overlapping, pytest.raises(Exception, match=r"a step takes .* with its slots"):
             explained(OneLarge, cluster=models.SLOW_WIRE, memory_budget=budget)
-
-
-def test_of_the_schedules_whose_slots_fit_the_fastest_is_looked_for(monkeypatch):
-    def found(tasks, limit):
-        return SimpleNamespace(limit=limit, timeline=SimpleNamespace(makespan=-limit, peak_bytes=limit))
-
-    def planned(schedule):  # what uses more than 650 bytes wastes 400
-        return schedule.limit + (400 if schedule.limit > 650 else 0)
-
-    monkeypatch.setattr(overlap, "find_schedule", found)
-    best, taken = overlap._fastest_within(1000, overlap._attempts(None, 1000, 100, planned))
-    assert 650 - 900 / 16 < best.limit <= 650 and taken == best.limit
-
-
-@pytest.mark.parametrize(
-    ("seconds", "taken"),
-    [
-        ({1000: 1.04, 2000: 1.0}, 1000),  # near the bound, of 1 s
-        ({1000: 3.0, 2000: 2.0, 4000: 1.9}, 1000),  # twice the memory for two thirds of the time
-        ({1000: 3.0, 2000: 1.4, 4000: 1.0}, 2000),
-        ({1000: 9.0, 2000: 8.0, 4000: 1.0}, 4000),
-    ],
-)
-def test_without_a_budget_more_memory_is_taken_for_more_of_the_time(seconds, taken, monkeypatch):
-    def found(tasks, limit):
-        makespan = seconds[max(known for known in seconds if known <= limit)]
-        return SimpleNamespace(limit=limit, timeline=SimpleNamespace(makespan=makespan, peak_bytes=limit))
-
-    monkeypatch.setattr(overlap, "find_schedule", found)
-    monkeypatch.setattr(overlap, "lower_bound", lambda tasks: SimpleNamespace(makespan=1.0))
-    first = found(None, 1000)
-    best, _ = overlap._worth_most([(first, 1000)], None, 1000, 0, lambda schedule: schedule.limit)
-    assert best.limit == taken
 
 
 def test_an_impossible_budget_says_what_is_needed():
