@@ -9,7 +9,8 @@ captured       hoist        moves those calls out of checkpointed regions
 captured       bind         parameters → one flat input for each unit, gathered and unpacked at first use
 (AOTAutograd)               derives the backward: pack and reduce-scatter, one for each unit
 joint          reshard      says which gathers the backward repeats and which results it keeps
-(partitioner)  retain       cuts the joint graph into forward and backward; keeps what the memory budget allows
+(partitioner)               cuts the joint graph into forward and backward
+               retain       parameters that memory allows are handed over, not gathered again
 partitioned    expand       each collective → a buffer, a launch and a wait
 partitioned    sink         gradients are written where they will be reduced
 partitioned    overlap      launches and waits are placed beside computation, within the memory budget

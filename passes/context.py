@@ -193,7 +193,7 @@ class CompileContext:
         units: units in the order in which the graph first needs them.
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
-        kept: units that may be resharded and are kept for the backward, because the memory budget allows it.
+        kept: units that may be resharded and are kept for the backward, because memory allows it.
         carried: units whose gather for the backward is launched in the forward.
         saved: units by the names of inputs of the backward that are parameters gathered in the forward.
         needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.

@@ -1,8 +1,8 @@
-"""Cuts the joint graph into forward and backward, and keeps parameters for the backward where memory allows it.
+"""Keeps parameters for the backward where memory allows it (selective resharding).
 
-``reshard_after_forward=True`` lets a unit's memory go where it is short. The graph is cut with everything resharded,
-which shows what the step needs and what each unit would take for how long. Then some are kept (selective resharding):
-the forward hands over what it has gathered, where it handed over the shard.
+``reshard_after_forward=True`` lets a unit's memory go where it is short. The joint graph has been cut with everything
+resharded, which shows what the step needs and what each unit would take for how long. Of what is kept the forward hands
+over what it has gathered, where it handed over the shard.
 
 Given a memory budget, as many are kept as fit and pay, in the order of the time that they save for the memory they
 hold. What the last of them takes could also be used to launch further ahead, so the schedules of a few numbers of units
@@ -16,7 +16,7 @@ its gather is launched while the forward ends, and carried over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import fx
@@ -34,25 +34,13 @@ from .step import Halves, Step, survey
 _EQUAL = 1.001  # times that differ by less are the same to a cost model
 
 
-def retain(
-    gm: fx.GraphModule,
-    context: CompileContext,
-    mark: Callable[[fx.GraphModule], None],
-    cut: Callable[[fx.GraphModule], Halves],
-) -> Halves:
-    """Cuts a joint graph.
+def retain(halves: Halves, context: CompileContext) -> None:
+    """Decides what is kept and what is carried over, and has the forward hand it over.
 
     Args:
-        gm: the joint graph.
+        halves: the forward and the backward, cut with all units resharded that may be.
         context: ``kept``, ``carried``, ``saved`` and ``needs`` are set.
-        mark: the passes that say what the backward repeats.
-        cut: the partitioner.
-
-    Returns:
-        The forward and the backward.
     """
-    mark(gm)
-    halves = cut(gm)
     for half in halves:
         give_values(half.graph)
     step = survey(halves, context)
@@ -62,7 +50,6 @@ def retain(
     hand_over(halves, context.kept, context.results)
     context.needs = step.needs(context.kept, context.carried)
     context.saved = _saved(halves[0].graph)
-    return halves
 
 
 def hand_over(halves: Halves, units: frozenset[int], results: int) -> None:

@@ -222,8 +222,10 @@ def _lower_eager(
 def _partitioner(context: CompileContext, dump: GraphDump) -> WrappedPartitioner:
     def split(gm: fx.GraphModule, results: int, cut: Cut) -> Halves:
         context.results = results
-        observe = functools.partial(dump.write, stage=Stage.JOINT.value)
-        return retain(gm, context, lambda joint: run_stage(Stage.JOINT, joint, context, observe), cut)
+        run_stage(Stage.JOINT, gm, context, functools.partial(dump.write, stage=Stage.JOINT.value))
+        halves = cut(gm)
+        retain(halves, context)
+        return halves
 
     policies = [unit.reshard_after_forward for unit in context.units]
     return WrappedPartitioner(split, identity=repr((policies, context.memory_budget)))

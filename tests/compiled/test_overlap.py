@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
 from vescale_compile.cost import PRESETS
+from vescale_compile.passes import fitting
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.runtime import collectives, messages
 from vescale_compile.schedule import Compute, TaskGraph, Transfer, find_schedule, least_peak
@@ -202,7 +203,7 @@ def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
 def test_ranks_that_would_schedule_differently_follow_the_first_of_them():
     """As with batches of different sizes, one of which hides more than the other."""
     torch._dynamo.reset()
-    frugal = mock.patch.object(overlap, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks)))
+    frugal = mock.patch.object(fitting, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks)))
     model = vc.fully_shard(models.build(models.deep))
     batch = models.batches(1, 11)[0]
     options = {"lowering": "eager", "cluster": models.SLOW_WIRE}
@@ -223,6 +224,6 @@ def test_a_rank_alone_compiles_again_for_a_longer_batch_without_another_schedule
     call = torch.compile(model, backend="vescale", options={"lowering": "eager", "deadline": 20}, dynamic=False)
     call(*models.batches(1, 11)[0]).backward()
     before, now = (2, 5), (3, 6) if dist.get_rank() else (2, 5)
-    with mock.patch.object(overlap, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks))):
+    with mock.patch.object(fitting, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks))):
         for shape in (before, now):
             call(*models.batches(1, 11, shape=shape)[0]).backward()
