@@ -158,7 +158,7 @@ def test_the_model_is_sharded_as_asked(usual):
     kept, resharded = simulated(shard=each_layer_kept), usual
     assert {unit.after_forward for unit in kept.graphs[0].units} == {"kept"}
     assert kept.communication_seconds < resharded.communication_seconds
-    assert kept.peak_bytes > resharded.peak_bytes
+    assert kept.peak_bytes >= resharded.peak_bytes
 
 
 @pytest.mark.parametrize(("cluster", "cast"), [("h100", False), ("mi300x", True)])

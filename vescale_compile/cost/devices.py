@@ -28,10 +28,10 @@ class Device:
         compute_efficiency: share of ``peak_flops`` that large matrix products reach, in (0, 1].
         bandwidth_efficiency: share of ``memory_bandwidth`` that pointwise kernels reach, in (0, 1].
         launch_overhead: seconds that a kernel takes whatever it does.
-        float32_products: whether its library gives matrix products of half precision as the float32 that they are
-            summed up in.
         operators: by :func:`.compute.operator_key`, seconds of operators that were measured on it, which are believed
             before its peaks.
+        float32_products: whether its library gives matrix products of half precision as the float32 that they are
+            summed up in.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Device:
     compute_efficiency: float
     bandwidth_efficiency: float
     launch_overhead: float
-    float32_products: bool = False
     operators: Mapping[str, float] = field(default_factory=dict)
+    float32_products: bool = False
 
     def __post_init__(self) -> None:
         positive = {"memory_bandwidth": self.memory_bandwidth, **self.peak_flops}
