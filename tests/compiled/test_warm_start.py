@@ -80,6 +80,7 @@ def trained(
     model = models.build(models.Uneven)
     if keeps_one:
         vc.fully_shard(model.layers[0], reshard_after_forward=False, **shard_options)
+        vc.fully_shard(model.layers[1], **shard_options)
     vc.fully_shard(model, **shard_options)
     reports: list[GraphReport] = []
     options = {"cluster": cluster, "lowering": lowering}
