@@ -31,7 +31,7 @@ def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
             node.meta["partitioner_tag"] = "must_be_in_backward"  # also of gradients that are the same for every loss
         if node.target in GATHERS:
             if context.reshards(node.args[1]):
-                recomputed |= {node, *_casts_before(node)}
+                recomputed |= {node, *casts_before(node)}
             else:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif _depends_only_on(node, recomputed):
@@ -42,7 +42,7 @@ def reshard(gm: fx.GraphModule, context: CompileContext) -> None:
     context.gradients = {node.args[6]: frozenset(node.args[2]) for node in gm.graph.nodes if node.target is ops.pack}
 
 
-def _casts_before(gather: fx.Node) -> list[fx.Node]:
+def casts_before(gather: fx.Node) -> list[fx.Node]:
     """What lies between the shard, an input of the graph, and its gather."""
     found: list[fx.Node] = []
     queue = list(gather.all_input_nodes)

@@ -28,7 +28,7 @@ from .aliases import bases_of
 from .context import CompileContext
 from .moves import uncast
 from .overlap import room_ahead
-from .reshard import GATHERS
+from .reshard import GATHERS, casts_before
 from .step import Halves, Step, survey
 
 _EQUAL = 1.001  # times that differ by less are the same to a cost model
@@ -77,16 +77,12 @@ def hand_over(halves: Halves, units: frozenset[int], results: int) -> None:
 
 def _become_input(gather: fx.Node) -> str:
     """Makes a gather of the backward an input, in the place of the shard that it gathers, whose name is returned."""
-    graph, source = gather.graph, cast(fx.Node, gather.args[0])
-    shard = uncast(source)
+    between, shard = casts_before(gather), uncast(cast(fx.Node, gather.args[0]))
     shard.append(gather)
     gather.op, gather.target, gather.args, gather.kwargs = "placeholder", gather.name, (), {}
     gather.meta = {**shard.meta, "val": gather.meta["val"]}
-    while source is not shard:
-        cast_of = source.all_input_nodes[0]
-        graph.erase_node(source)
-        source = cast_of
-    graph.erase_node(shard)
+    for unused in (*between, shard):
+        gather.graph.erase_node(unused)
     return shard.name
 
 

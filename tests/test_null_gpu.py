@@ -271,10 +271,15 @@ def test_registered_memory_is_what_is_gathered_into_and_reduced_out_of_but_for_w
 ) -> None:
     run = trained(null_gpu, tmp_path, registered_memory=True)
     registered = [(int(line[1], 16), int(line[2])) for line in run.log if line[0] == "registered"]
-    slots = [int(line[4], 16) for line in run.of("all_gather")]
-    slots += [int(line[2], 16) for line in run.of("reduce_scatter")]
-    elsewhere = [slot for slot in slots if not any(start <= slot < start + size for start, size in registered)]
-    assert slots and len(elsewhere) == 1  # what is kept for the backward
+
+    def elsewhere(kind: str, operand: int) -> list[list[str]]:
+        """Collectives with an operand outside registered memory."""
+        places = [(line, int(line[operand], 16)) for line in run.of(kind)]
+        return [line for line, at in places if not any(start <= at < start + size for start, size in registered)]
+
+    assert run.of("all_gather") and run.of("reduce_scatter")
+    assert len(elsewhere("all_gather", 4)) == 1  # what is kept for the backward
+    assert not elsewhere("reduce_scatter", 2)
 
 
 def test_an_optimizer_that_refuses_gradients_waits_for_them_when_the_backward_has_launched_all(
