@@ -6,10 +6,12 @@ import gc
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import allocations
 import copies
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import is_fake
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+
+from vescale_compile.runtime import pool
 
 
 class Recording(NamedTuple):
@@ -66,6 +70,7 @@ def recorded(step: Callable[[], object], device: torch.device) -> Recording:
         observer = ExecutionTraceObserver().register_callback(str(path))
         try:
             with (
+                _slots_told_apart(),
                 inductor_kernels.recorded() as kernels,
                 profile(
                     activities=activities, record_shapes=True, profile_memory=True, execution_trace_observer=observer
@@ -79,6 +84,19 @@ def recorded(step: Callable[[], object], device: torch.device) -> Recording:
         nodes = json.loads(path.read_text())["nodes"]
     results: Any = profiler.profiler
     return Recording(nodes, results.kineto_results.experimental_event_tree(), kernels, profiler)
+
+
+@contextmanager
+def _slots_told_apart() -> Iterator[None]:
+    """Profiles know memory by its storage, which all slots have in common: here each has one of its own, in the same
+    place."""
+    take = pool._Memory.take
+
+    def take_apart(memory: pool._Memory, spec: pool.SlotSpec) -> Tensor:
+        return torch.from_dlpack(take(memory, spec).view(torch.uint8)).view(spec.dtype)
+
+    with mock.patch.object(pool._Memory, "take", take_apart):
+        yield
 
 
 def summarized(recording: Recording, before: int, world_size: int, device: torch.device) -> StepProfile:

@@ -43,6 +43,7 @@ from .overlap import overlap
 from .reshard import reshard
 from .retain import retain
 from .sink import sink
+from .slot_memory import sharing_memory
 from .summary import Summary
 from .verify import verify
 
@@ -53,7 +54,7 @@ PIPELINE: Mapping[Stage, tuple[Pass, ...]] = {
     Stage.PARTITIONED: (expand, sink, overlap, leave, assign, verify),
 }
 
-__all__ = ["PIPELINE", "bases_of", "ordered_nodes", "retain", "run_stage", "summarize"]
+__all__ = ["PIPELINE", "bases_of", "ordered_nodes", "retain", "run_stage", "sharing_memory", "summarize"]
 
 Observer = Callable[[str, fx.GraphModule], None]
 

@@ -1,25 +1,28 @@
-"""Assigns communication buffers to slots: static memory that a graph gets as input, one buffer after another.
+"""Assigns communication buffers to slots: places in static memory, that a graph gets as inputs.
 
 Lifetimes are known from the order of the graph: from the node that first touches a buffer to the last one that
-reads it. Buffers that live at the same time get different slots; a slot is as large as the largest of its buffers.
-Largest first, each buffer takes the first slot that is free while it lives, so small units share the slots of
-large ones. A buffer that outlives the graph (parameters kept for the backward, gradients) stays an allocation. One
-that is filled for the backward while the forward ends has a slot that holds nothing else.
+reads it. Largest first, each buffer lies in the first place where nothing else does while it lives: where a large one
+was, small ones lie side by side. Buffers of the same size and dtype that lie in the same place, one after another, have
+a slot in common; slots of other places may share some of their memory. A buffer that outlives the graph (parameters
+kept for the backward, gradients) stays an allocation. What is filled for the backward while the forward ends lies in
+memory that holds nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from ..runtime.pool import SlotSpec
+from ..runtime.pool import ALIGNMENT, SlotSpec
 from ..torch_internals import fake_mode_of
 from .aliases import bases_of, touches_of
-from .context import CompileContext, buffer_of, marked_buffer
+from .context import CompileContext, Use, buffer_of, marked_buffer
 from .edit import call, order_of
+from .slot_memory import note_place
 from .summary import SlotUse, Tenant
 from .tenants import note_tenants
 
@@ -44,29 +47,27 @@ class Lifetime:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def overlaps(self, other: Lifetime) -> bool:
-        return self.first <= other.last and other.first <= self.last
 
-
-@dataclass
-class _Tenants:
-    dtype: torch.dtype
-    carried: str = ""
-    lifetimes: list[Lifetime] = field(default_factory=list)
-
-    @property
-    def spec(self) -> SlotSpec:
-        largest = self.lifetimes[0].node.meta["val"]
-        return SlotSpec(largest.numel(), largest.dtype, largest.device, self.carried)
+_SEPARATE = {
+    Use.PARAMETERS: "parameters",
+    Use.PACKED: "parameters",
+    Use.GRADIENTS: "gradients",
+    Use.SCRATCH: "gradients",
+    Use.REDUCED: "reduced",
+}
+"""Buffers that share memory in a graph. Generated kernels read parameters, write gradients, and read what was reduced:
+memory that went from one to the other would hold such a writer behind each such reader, or the other way round."""
 
 
 def assign(gm: fx.GraphModule, context: CompileContext) -> None:
     assert context.part is not None
-    slots = _share(lifetimes(gm.graph))
-    context.slot_uses[context.part] = tuple(_describe(slot, context) for slot in slots)
-    context.slots[context.part] = tuple(slot.spec for slot in slots)
-    for number, slot in enumerate(slots):
-        _append_input(gm.graph, f"slot_{number}", slot)
+    slots: dict[SlotSpec, list[Lifetime]] = {}
+    for lifetime, place in places_for(lifetimes(gm.graph)).items():
+        slots.setdefault(place, []).append(lifetime)
+    context.slot_uses[context.part] = tuple(_describe(slot, tenants, context) for slot, tenants in slots.items())
+    context.slots[context.part] = tuple(slots)
+    for number, (slot, tenants) in enumerate(slots.items()):
+        _append_input(gm.graph, f"slot_{number}", slot, tenants)
     note_tenants(gm.graph)
 
 
@@ -82,44 +83,78 @@ def lifetimes(graph: fx.Graph) -> list[Lifetime]:
 
 def slots_for(buffers: Sequence[Lifetime]) -> tuple[SlotSpec, ...]:
     """The slots that :func:`assign` would give buffers with these lifetimes."""
-    return tuple(slot.spec for slot in _share(buffers))
+    return tuple(dict.fromkeys(places_for(buffers).values()))
 
 
-def _share(buffers: Sequence[Lifetime]) -> list[_Tenants]:
-    slots: list[_Tenants] = []
-    for lifetime in sorted(buffers, key=lambda each: (-each.numel, each.first)):
-        carried = marked_buffer(lifetime.node).carried
-        fitting = (
-            slot
-            for slot in slots
-            if slot.dtype == lifetime.dtype
-            and not slot.carried
-            and not any(lifetime.overlaps(other) for other in slot.lifetimes)
-        )
-        slot = None if carried else next(fitting, None)
-        if slot is None:
-            slots.append(slot := _Tenants(lifetime.dtype, carried))
-        slot.lifetimes.append(lifetime)
-    return slots
+def places_for(buffers: Sequence[Lifetime]) -> dict[Lifetime, SlotSpec]:
+    """Each buffer's slot."""
+    apart: dict[tuple[Hashable, str], list[Lifetime]] = {}
+    for lifetime in buffers:
+        apart.setdefault((_spec(lifetime).memory, _SEPARATE[marked_buffer(lifetime.node).use]), []).append(lifetime)
+    ends: Counter[Hashable] = Counter()
+    places: dict[Lifetime, SlotSpec] = {}
+    for (memory, _), sharing in apart.items():
+        begin = _aligned(ends[memory])
+        for lifetime, offset in _offsets(sharing).items():
+            place = places[lifetime] = _spec(lifetime, begin + offset)
+            ends[memory] = max(ends[memory], place.end)
+    return places
 
 
-def _describe(slot: _Tenants, context: CompileContext) -> SlotUse:
+def _spec(lifetime: Lifetime, offset: int = 0) -> SlotSpec:
+    carried = marked_buffer(lifetime.node).carried
+    return SlotSpec(lifetime.numel, lifetime.dtype, lifetime.node.meta["val"].device, carried, offset)
+
+
+def _offsets(buffers: Sequence[Lifetime]) -> dict[Lifetime, int]:
+    """Each buffer's place, in bytes from the beginning of what they share; the largest buffer is the first."""
+    beside = _living_beside(buffers)
+    offsets: dict[Lifetime, int] = {}
+    for lifetime in sorted(buffers, key=lambda each: (-each.nbytes, each.first)):
+        taken = sorted((offsets[other], other.nbytes) for other in beside[lifetime] if other in offsets)
+        offset = 0
+        for start, nbytes in taken:
+            if offset + lifetime.nbytes <= start:
+                break
+            offset = max(offset, _aligned(start + nbytes))
+        offsets[lifetime] = offset
+    return offsets
+
+
+def _living_beside(buffers: Sequence[Lifetime]) -> dict[Lifetime, list[Lifetime]]:
+    """For each buffer, those that live at the same time; what is carried from graph to graph outlives each."""
+    beside: dict[Lifetime, list[Lifetime]] = {lifetime: [] for lifetime in buffers}
+    living: list[Lifetime] = []
+    for lifetime in sorted(buffers, key=lambda each: each.first):
+        living = [other for other in living if other.last >= lifetime.first or marked_buffer(other.node).carried]
+        for other in living:
+            beside[lifetime].append(other)
+            beside[other].append(lifetime)
+        living.append(lifetime)
+    return beside
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _describe(slot: SlotSpec, lifetimes: Sequence[Lifetime], context: CompileContext) -> SlotUse:
     tenants = []
-    for lifetime in sorted(slot.lifetimes, key=lambda each: each.first):
+    for lifetime in sorted(lifetimes, key=lambda each: each.first):
         buffer = marked_buffer(lifetime.node)
         what = f"{buffer.use.value} of {context.units[buffer.unit].name}"
         tenants.append(Tenant(what, lifetime.nbytes, lifetime.first, lifetime.last))
-    return SlotUse(str(slot.dtype), slot.lifetimes[0].nbytes, tuple(tenants), bool(slot.carried))
+    return SlotUse(str(slot.dtype), slot.nbytes, slot.offset, tuple(tenants), bool(slot.carried))
 
 
-def _append_input(graph: fx.Graph, name: str, slot: _Tenants) -> None:
-    spec = slot.spec
+def _append_input(graph: fx.Graph, name: str, slot: SlotSpec, tenants: Sequence[Lifetime]) -> None:
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1]):
         placeholder = graph.placeholder(name)
     with fake_mode_of(graph):
-        placeholder.meta["val"] = torch.empty(spec.numel, dtype=spec.dtype, device=spec.device)
-    for lifetime in slot.lifetimes:
+        placeholder.meta["val"] = torch.empty(slot.numel, dtype=slot.dtype, device=slot.device)
+    note_place(placeholder, slot)
+    for lifetime in tenants:
         with graph.inserting_before(lifetime.node):
             mark = lifetime.node.meta["vescale"]
             part = call(graph, torch.ops.aten.slice.Tensor, placeholder, 0, 0, lifetime.numel, mark=mark)

@@ -1,9 +1,10 @@
 """What lowering must keep of a graph's order, for the schedule to be the one that was made and verified.
 
 Launches and waits stay in their order, and every operator of a library between the same two of them. Generated kernels
-go where what they read and write lets them, but for one thing: what reads a slot must run before the slot is given to
-the next buffer. Inductor fuses such a kernel with later ones, and then forgets that it had to come before an operator
-that writes the slot.
+go where what they read and write lets them, but for two things. What reads a slot must run before memory of it is given
+to another buffer: Inductor fuses such a kernel with later ones, and then forgets that it had to come before what writes
+the slot. And what writes a slot must run when all of its memory is free, of which Inductor knows nothing where another
+slot has some of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..schemas import written_by
 from ..torch_internals import generates_code_for
 from .aliases import allocations_of, is_view
 from .context import Role, buffer_of, comm_of
+from .slot_memory import sharing_memory
 from .tenants import check_tenants
 
 Pairs = list[tuple[fx.Node, fx.Node]]
@@ -27,7 +29,7 @@ def ordered_nodes(graph: fx.Graph) -> Pairs:
     Raises GraphError where a slot would be read when it holds something else.
     """
     check_tenants(graph)
-    return _between_collectives(graph) + _reads_before_writes(graph)
+    return _between_collectives(graph) + _reads_before_writes(graph) + _writes_after_collectives(graph)
 
 
 def _between_collectives(graph: fx.Graph) -> Pairs:
@@ -56,7 +58,7 @@ def _reads_before_writes(graph: fx.Graph) -> Pairs:
     Generated kernels that write gradients into a slot share it with operators that write other gradients: they are
     kept before the reduction only.
     """
-    slots = allocations_of(graph)
+    slots, sharing = allocations_of(graph), sharing_memory(graph)
     places = {node: place for place, node in enumerate(graph.nodes)}
     carried: dict[fx.Node, set[fx.Node]] = {}  # by generated node: the slots that its kernels may read
     readers: dict[fx.Node, list[fx.Node]] = {}
@@ -80,13 +82,34 @@ def _reads_before_writes(graph: fx.Graph) -> Pairs:
                 writers.setdefault(slot, []).append(node)
             continue
         for slot in written:
-            pairs += [(reader, node) for reader in readers.get(slot, ()) if _lasts(reader, places[node], places)]
+            given = sharing[slot]
+            for held in given:
+                pairs += [(reader, node) for reader in readers.get(held, ()) if _lasts(reader, places[node], places)]
             if comm is not None:
                 pairs += [(writer, node) for writer in writers.get(slot, ())]
             if comm is not None and comm.role is Role.LAUNCH:  # what comes after this launch comes after them
                 writers.pop(slot, None)
-                for reader in readers.pop(slot, ()):
-                    carried[reader].discard(slot)
+                for held in given:
+                    for reader in readers.pop(held, ()):
+                        carried[reader].discard(held)
+    return pairs
+
+
+def _writes_after_collectives(graph: fx.Graph) -> Pairs:
+    """Generated writers of a slot, each with the last launch or wait before it in that memory, by whatever slot. What
+    calls a library comes after those anyway."""
+    slots, sharing = allocations_of(graph), sharing_memory(graph)
+    last: dict[fx.Node, fx.Node] = {}
+    pairs: Pairs = []
+    for node in graph.nodes:
+        if node.op != "call_function" or is_view(node):
+            continue
+        if comm_of(node) is not None:
+            touched = [slots[arg] for arg in node.all_input_nodes if slots[arg].op == "placeholder"]
+            last.update(dict.fromkeys((each for slot in touched for each in sharing[slot]), node))
+        elif not _is_library_call(node):
+            written = {slots[arg] for arg in written_by(node)}
+            pairs += [(last[slot], node) for slot in written if slot in last]
     return pairs
 
 

@@ -60,11 +60,13 @@ class SlotUse:
     """A slot in one graph, and the buffers that share it, in their order.
 
     Attributes:
+        offset: bytes from the beginning of its memory.
         carried: whether it is only for what is carried from the forward to the backward.
     """
 
     dtype: str
     nbytes: int
+    offset: int
     tenants: tuple[Tenant, ...]
     carried: bool = False
 

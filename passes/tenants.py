@@ -13,6 +13,7 @@ from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schemas import written_by
 from .aliases import allocations_of, bases_of, is_view, viewed
 from .context import GraphError, Role, buffer_of, comm_of
+from .slot_memory import sharing_memory
 
 _TENANTS = "vescale_tenants"  # in a node's meta: names of buffers, by the names of slots that it touches
 
@@ -34,7 +35,7 @@ def check_tenants(graph: fx.Graph) -> None:
 
     What has no note is not looked at: a read of a whole slot, not through a view, say.
     """
-    memory = allocations_of(graph)
+    memory, sharing = allocations_of(graph), sharing_memory(graph)
     of_view: dict[fx.Node | None, str | None] = {}
     held: dict[fx.Node, str] = {}
     in_flight: set[fx.Node] = set()
@@ -52,7 +53,7 @@ def check_tenants(graph: fx.Graph) -> None:
             if tenant is None:
                 continue
             if arg in written:
-                held[slot] = tenant
+                held.update(dict.fromkeys(sharing[slot], tenant))
             elif held.get(slot) != tenant or (comm is None and slot in in_flight):
                 raise GraphError(
                     f"{node.format_node()} reads {slot.name} where it does not hold what the program reads there: one "

@@ -2,8 +2,8 @@
 
 1. A gathered buffer is read only after its wait, and nothing is written to it; nothing is written to a gradient
    buffer once its reduce-scatter is launched.
-2. A slot is given to another buffer only when no collective is in flight on it, and nothing reads the buffer that
-   was there any more.
+2. Memory of a slot is given to another buffer only when no collective is in flight on it, and nothing reads the buffer
+   that was there any more.
 3. A collective has one launch and one wait. A unit is gathered at most once in each graph, and its gradient is
    reduced in the backward exactly as often as the joint graph reduced it: once. In a forward, a unit that is
    resharded is released: no output keeps its gathered buffer alive.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -45,6 +46,7 @@ from .context import (
     shared_text,
 )
 from .moves import CASTS, uncast
+from .slot_memory import sharing_memory
 from .verify_bytes import check_copies, check_memory, check_written
 
 
@@ -77,13 +79,15 @@ class _Execution:
     def __init__(self, context: CompileContext) -> None:
         self.context = context
         self.bases: dict[fx.Node, fx.Node] = {}
-        self.held: dict[fx.Node, tuple[fx.Node, _State]] = {}  # memory → the buffer in it
+        self.held: dict[fx.Node, tuple[fx.Node, _State]] = {}  # memory → the buffer in it, or in a part of it
+        self.sharing: dict[fx.Node, tuple[fx.Node, ...]] = {}  # slot → all that have memory in common with it
         self.begun: set[fx.Node] = set()  # buffers that something was written to
-        self.sharing: fx.Node | None = None  # a launch that waits for the next
+        self.shared: fx.Node | None = None  # a launch that waits for the next
 
     def check(self, graph: fx.Graph) -> list[tuple[fx.Node, Comm]]:
         """Returns the launches of collectives, in order."""
         launches = []
+        self.sharing = sharing_memory(graph)
         for node in graph.nodes:
             self.bases[node] = base_of(node, self.bases)
             comm = comm_of(node)
@@ -103,7 +107,7 @@ class _Execution:
                 launches.append((node, comm))
             if comm is not None and comm.role is Role.TAKE:
                 self._wait(node, comm)
-        for buffer, state in self.held.values():
+        for buffer, state in self._holders(self.held):
             carried = marked_buffer(buffer).carried and self.context.part is Part.FORWARD
             if state is _State.IN_FLIGHT and not carried:
                 fail(self.context, buffer, f"the collective on the {self._name(buffer)} has no wait")
@@ -111,7 +115,7 @@ class _Execution:
 
     def _check_shared(self, node: fx.Node) -> None:
         """What shares a collective is of one kind, group and dtype, and no other launch or wait is in between."""
-        first, self.sharing = self.sharing, node if node.kwargs.get("with_next") else None
+        first, self.shared = self.shared, node if node.kwargs.get("with_next") else None
         if first is not None and _collective_of(first) != _collective_of(node):
             fail(self.context, first, "shares a collective with the next launch, which is of another kind, or missing")
 
@@ -129,16 +133,17 @@ class _Execution:
                 fail(self.context, node, "what is reduced is not the buffer that gradients are written to")
             self._check_holds(source, node)
             if node.target is quantized_ops.start_reduce_scatter_quantized:
-                self.held[self._memory(source)] = (source, _State.SPENT)  # what is sent are its codes
+                self._hold(source, _State.SPENT)  # what is sent are its codes
             else:
                 targets.append(source)
         for target in targets:
-            holder = self._state(target)[0]
-            if holder is not target and (marked_buffer(holder).carried or marked_buffer(target).carried):
-                fail(self.context, node, f"the {self._name(target)} share a slot with what is carried to the backward")
-            if self._state(target)[1] in _FLYING:
-                fail(self.context, node, f"the {self._name(target)} get memory on which a collective is in flight")
-            self.held[self._memory(target)] = (target, _State.IN_FLIGHT)
+            for holder, state in self._holders(self._sharing(target)):
+                if holder is not target and (marked_buffer(holder).carried or marked_buffer(target).carried):
+                    carried = "what is carried to the backward"
+                    fail(self.context, node, f"the {self._name(target)} share a slot with {carried}")
+                if state in _FLYING:
+                    fail(self.context, node, f"the {self._name(target)} get memory on which a collective is in flight")
+            self._hold(target, _State.IN_FLIGHT)
 
     def _check_own(self, node: fx.Node, comm: Comm, source: fx.Node, targets: list[fx.Node]) -> None:
         """A unit's collective takes its shard or its gradients, and gives to its own buffers."""
@@ -163,7 +168,7 @@ class _Execution:
                 )
             spent = marked_buffer(buffer).use in (Use.GRADIENTS, Use.SCRATCH)
             after = _State.SPENT if spent else _State.READY
-            self.held[self._memory(buffer)] = (buffer, _State.LEFT if comm.role is Role.LEAVE else after)
+            self._hold(buffer, _State.LEFT if comm.role is Role.LEAVE else after)
 
     def _cast_when_read(self, node: fx.Node) -> None:
         reduced, result = (self.bases[arg] for arg in node.all_input_nodes)
@@ -171,7 +176,7 @@ class _Execution:
             fail(
                 self.context, node, f"a cast for when the {self._name(reduced)} are read, which were not left in flight"
             )
-        self.held[self._memory(result)] = (result, _State.LEFT)
+        self._hold(result, _State.LEFT)
 
     def _compute(self, node: fx.Node) -> None:
         if is_view(node):
@@ -184,7 +189,7 @@ class _Execution:
                 continue
             if buffer in written:
                 self._check_writable(buffer, mark, node)
-                self.held[self._memory(buffer)] = (buffer, _State.READY)
+                self._hold(buffer, _State.READY)
             self._check_holds(buffer, node)
             if mark.use is Use.PACKED and node.target is not quantized_ops.dequantize:
                 fail(self.context, node, f"the {self._name(buffer)} are read by what does not dequantize them")
@@ -205,8 +210,9 @@ class _Execution:
             fail(self.context, node, f"the {self._name(buffer)} are dequantized a second time")
         if holder is buffer and state in (*_FLYING, _State.SPENT):
             fail(self.context, node, f"writes to the {self._name(buffer)}, whose reduction was launched before")
-        if state in _FLYING:
-            fail(self.context, node, f"writes to memory on which a collective is in flight: {self._name(holder)}")
+        for other, flying in self._holders(self._sharing(buffer)):
+            if flying in _FLYING:
+                fail(self.context, node, f"writes to memory on which a collective is in flight: {self._name(other)}")
         if holder is not buffer and buffer in self.begun:
             fail(
                 self.context, node, f"writes more of the {self._name(buffer)}, which the {self._name(holder)} overwrote"
@@ -254,6 +260,22 @@ class _Execution:
         """A slot, or memory of the buffer's own."""
         inputs = buffer.all_input_nodes
         return inputs[0] if inputs else buffer
+
+    def _sharing(self, buffer: fx.Node) -> Sequence[fx.Node]:
+        """Its memory, and slots that have some of that memory in common with it."""
+        memory = self._memory(buffer)
+        return self.sharing.get(memory, (memory,))
+
+    def _hold(self, buffer: fx.Node, state: _State) -> None:
+        """Has the buffer lie in its memory, and nothing else in any of that memory."""
+        self.held.update(dict.fromkeys(self._sharing(buffer), (buffer, state)))
+
+    def _holders(self, memories: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, _State]]:
+        """The buffers that lie in some of the memories as a whole, and are of them."""
+        for memory in memories:
+            buffer, state = self.held.get(memory, (None, _State.UNDEFINED))
+            if buffer is not None and self._memory(buffer) is memory:
+                yield buffer, state
 
     def _state(self, buffer: fx.Node) -> tuple[fx.Node, _State]:
         """What lies in the buffer's memory; the buffer itself, undefined, if nothing ever did."""

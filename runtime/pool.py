@@ -1,19 +1,19 @@
-"""Static memory for communication: slots that all compiled graphs of a process share.
+"""Static memory for communication, which all compiled graphs of a process share.
 
-Graphs run one after another, and what a slot holds seldom outlives the graph that filled it. So a graph's largest slot
-is every graph's largest, and so on down, whatever their dtypes: gathered parameters in bfloat16 lie where the backward
-has gradients in float32. Each is as large as the largest that a living graph asked for. What a forward leaves for a
-backward lies in slots set apart for that, for its process group and its dtype: a graph of another group, where groups
-overlap, or of a model of another dtype may run in between. Slots are allocated when a graph is first called, all that
-it and its backward use together, and freed with the last graph that uses them. They come from PyTorch's allocator, or,
-where it was asked for, from the registered memory of a process group.
+Graphs run one after another, and what communication memory holds seldom outlives the graph that filled it. So all of
+them use the same, whatever their dtypes: gathered parameters in bfloat16 lie where the backward has gradients in
+float32. It is as large as the largest that a living graph asked for, and each graph's slots are places in it. What a
+forward leaves for a backward lies in memory set apart for that, for its process group and its dtype: a graph of another
+group, where groups overlap, or of a model of another dtype may run in between. Memory is allocated when a graph is
+first called, all that it and its backward use together, and freed with the last graph that uses it. It comes from
+PyTorch's allocator, or, where it was asked for, from the registered memory of a process group.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -26,45 +26,73 @@ from .collectives import checked_for_nan
 from .ops import end_failed_graph
 from .registered import allocate_registered
 
+ALIGNMENT = 128
+"""Bytes of which slots begin at multiples: a line of a GPU's cache, two of a CPU's."""
+
 
 class SlotSpec(NamedTuple):
-    """What a graph wants of a slot."""
+    """What a graph wants of a slot.
+
+    Attributes:
+        carried: the process group, if it is set apart for what a forward leaves for a backward.
+        offset: bytes from the beginning of its memory.
+    """
 
     numel: int
     dtype: torch.dtype
     device: torch.device
-    carried: str = ""  # the process group, if it is set apart for what a forward leaves for a backward
+    carried: str = ""
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def memory(self) -> Hashable:
+        """Which memory it is a place in.
+
+        Codes of quantized values have memory of their own. What they leave in padding would be NaN as a gradient, which
+        two finite numbers of 16 bits, read as one of 32, never are; halves of one of 32 may be, so where NaN is looked
+        for each dtype has memory of its own.
+        """
+        apart = bool(self.carried) or checked_for_nan()
+        return (self.dtype if apart else self.dtype.is_floating_point, self.device, self.carried)
+
+    def overlaps(self, other: SlotSpec) -> bool:
+        """Whether two slots have bytes in common."""
+        return self.memory == other.memory and self.offset < other.end and other.offset < self.end
+
 
 class _Memory:
-    """A slot's memory, in bytes; grows when a graph comes that wants more."""
+    """Memory in bytes; grows when a graph comes that wants more."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.tensor: Tensor | None = None
         self.group = group  # whose registered memory it is
 
     def has(self, spec: SlotSpec) -> bool:
-        return self.tensor is not None and self.tensor.numel() >= spec.nbytes
+        return self.tensor is not None and self.tensor.numel() >= spec.end
 
     def grow(self, spec: SlotSpec) -> None:
         if not self.has(spec):
             self.tensor = None  # freed before its successor is allocated
             with torch.inference_mode(False):  # the next graph may train
-                self.tensor = self._allocate(spec)
+                self.tensor = self._allocate(spec.end, spec.device)
 
     def take(self, spec: SlotSpec) -> Tensor:
         assert self.tensor is not None
-        return self.tensor.narrow(0, 0, spec.nbytes).view(spec.dtype)
+        return self.tensor.narrow(0, spec.offset, spec.nbytes).view(spec.dtype)
 
-    def _allocate(self, spec: SlotSpec) -> Tensor:
+    def _allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Zeroed: padding is sent too, and NCCL's check for NaN (``TORCH_NCCL_NAN_CHECK``) must find none there."""
         if self.group is not None:
-            return allocate_registered(spec.nbytes, torch.uint8, spec.device, self.group).zero_()
-        return torch.zeros(spec.nbytes, dtype=torch.uint8, device=spec.device)
+            return allocate_registered(nbytes, torch.uint8, device, self.group).zero_()
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 _last_use: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
@@ -104,7 +132,7 @@ def _alone() -> Iterator[None]:
         _running = False
 
 
-_memories: WeakValueDictionary[tuple[Any, ...], _Memory] = WeakValueDictionary()
+_memories: WeakValueDictionary[tuple[dist.ProcessGroup | None, Hashable], _Memory] = WeakValueDictionary()
 
 
 class StepSlots:
@@ -121,7 +149,7 @@ class StepSlots:
         What the graph before it left in flight, out of slots that this one may write, is waited for first, also where
         that graph raised; and on a GPU that graph itself, where it ran on another stream.
         """
-        slots = [*zip(_reserve(specs, self._registered), specs, strict=True)]
+        slots = [(self._reserved(spec), spec) for spec in specs]
         self._wanted += slots
         gpus = sorted({spec.device for spec in specs if spec.device.type == "cuda"}, key=str)
 
@@ -145,8 +173,11 @@ class StepSlots:
         return call
 
     def _allocate(self) -> None:
-        for memory, spec in sorted(self._wanted, key=lambda wanted: -wanted[1].nbytes):  # none twice
+        for memory, spec in sorted(self._wanted, key=lambda wanted: -wanted[1].end):  # none twice
             memory.grow(spec)
+
+    def _reserved(self, spec: SlotSpec) -> _Memory:
+        return _memories.setdefault((self._registered, spec.memory), _Memory(self._registered))
 
 
 def with_fresh_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
@@ -162,31 +193,8 @@ def with_fresh_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec])
 
 
 def pooled_bytes(graphs: Iterable[Sequence[SlotSpec]]) -> int:
-    """What the slots of several graphs take together: the largest of those that are one."""
-    largest: dict[tuple[Any, ...], int] = {}
-    for specs in graphs:
-        for key, spec in zip(_places(specs), specs, strict=True):
-            largest[key] = max(largest.get(key, 0), spec.nbytes)
-    return sum(largest.values())
-
-
-def _reserve(specs: Sequence[SlotSpec], registered: dist.ProcessGroup | None) -> list[_Memory]:
-    return [_memories.setdefault((registered, *place), _Memory(registered)) for place in _places(specs)]
-
-
-def _places(specs: Sequence[SlotSpec]) -> list[tuple[Any, ...]]:
-    """Which of the slots of its device, and set apart for the same, each is: the largest is the first.
-
-    Codes of quantized values have slots of their own. What they leave in padding would be NaN as a gradient, which two
-    finite numbers of 16 bits, read as one of 32, never are; halves of one of 32 may be, so where NaN is looked for each
-    dtype has slots of its own.
-    """
-    apart = checked_for_nan()
-    taken: Counter[tuple[Any, ...]] = Counter()
-    places: dict[int, tuple[Any, ...]] = {}
-    for index in sorted(range(len(specs)), key=lambda index: -specs[index].nbytes):
-        spec = specs[index]
-        kind = (spec.dtype if spec.carried or apart else spec.dtype.is_floating_point, spec.device, spec.carried)
-        places[index] = (*kind, taken[kind])
-        taken[kind] += 1
-    return [places[index] for index in range(len(specs))]
+    """What the slots of several graphs take together, which have the same memory."""
+    ends: dict[Hashable, int] = {}
+    for spec in chain.from_iterable(graphs):
+        ends[spec.memory] = max(ends.get(spec.memory, 0), spec.end)
+    return sum(ends.values())

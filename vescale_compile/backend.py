@@ -26,7 +26,7 @@ from .frames import roomy
 from .inductor_order import order_kept
 from .inductor_reads import CheckedReads, reads_known_by_their_writes
 from .options import Options, read_options
-from .passes import bases_of, ordered_nodes, retain, run_stage, summarize
+from .passes import bases_of, ordered_nodes, retain, run_stage, sharing_memory, summarize
 from .passes.context import CompileContext, GraphError, Lowering, Part, Stage
 from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
@@ -187,7 +187,7 @@ def _lower_inductor(
             cached=cached,
             config_patches={
                 "custom_partitioner_fn": _partitioner(captured.context, dump),
-                "_post_fusion_custom_pass": CheckedReads(),
+                "_post_fusion_custom_pass": CheckedReads(sharing_memory),
                 # The schedule is ours: what reads a slot must not move behind its next launch.
                 "reorder_for_peak_memory": False,
                 "reorder_for_locality": False,

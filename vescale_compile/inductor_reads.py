@@ -6,12 +6,13 @@ Only the scheduler's nodes say: kernels compute values anew where they use them,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+from torch import fx
 from torch._inductor import custom_graph_pass
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.codegen.cpp_utils import LocalBufferContext
@@ -130,16 +131,21 @@ def _extent(dep: MemoryDep) -> ValueRanges[Any]:
 class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]  # of 2.13
     """Runs on the fused nodes, in the order in which their code is generated.
 
-    A turn of a piece of memory begins with each operator of ours that writes it as a whole: a launch, a wait. A read
-    names the write that it wants to see: it must come in that turn, and, but for our own operators, not while a
-    collective is in flight there.
+    A turn of a piece of memory begins with each operator of ours that writes it as a whole: a launch, a wait; and with
+    each write to another that has some of its bytes. A read names the write that it wants to see: it must come in that
+    turn, and, but for our own operators, not while a collective is in flight there. A write comes in the turn in which
+    the graph has it.
+
+    Args:
+        sharing: gives the inputs of a graph that have memory in common with others, each with all those.
 
     Raises:
         ValueError: the user has set a pass in the same place, which would not run.
         RuntimeError, when called: the code would compute with other parameters or gradients than the graph does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharing: Callable[[fx.Graph], Mapping[fx.Node, Sequence[fx.Node]]]) -> None:
+        self._sharing = sharing
         if torch._inductor.config._post_fusion_custom_pass is not None:
             raise ValueError(
                 "backend='vescale' needs torch._inductor.config._post_fusion_custom_pass for itself, and your pass "
@@ -149,7 +155,9 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
     def __call__(self, nodes: list[Any]) -> list[Any]:
         if nodes:
             memory = nodes[0].scheduler.mutation_real_name
-            _check_turns([part for node in nodes for part in node.get_nodes()], memory)
+            sharing = self._sharing(V.graph.graph)
+            others = {slot.name: [other.name for other in all_ if other is not slot] for slot, all_ in sharing.items()}
+            _check_turns([part for node in nodes for part in node.get_nodes()], memory, others)
             for node in nodes:
                 _check_loop(node.get_nodes(), memory)
         return nodes
@@ -159,13 +167,15 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
         return type(self).__qualname__
 
 
-def _check_turns(nodes: Sequence[Any], memory: dict[str, str]) -> None:
+def _check_turns(nodes: Sequence[Any], memory: dict[str, str], others: Mapping[str, Sequence[str]]) -> None:
     places = {operation.get_operation_name(): place for place, operation in enumerate(V.graph.operations)}
     turns, turn_of, in_flight = Counter[str](), dict[str, int](), set[str]()
+    written_in: dict[tuple[str, str], int] = {}  # by node and memory: the turn before it writes there
     for node in sorted(nodes, key=lambda node: places[node.get_name()]):
         operator = _our_operator(node)
         for written, where in _written(node, memory):
-            turns[where] += _writes_all(operator)
+            written_in[node.get_name(), where] = turns[where]
+            _begin_turns(turns, where, operator, others)
             turn_of[written] = turns[where]
             if operator.startswith(_LAUNCHES):
                 in_flight.add(written)
@@ -176,11 +186,19 @@ def _check_turns(nodes: Sequence[Any], memory: dict[str, str]) -> None:
         reads = {each.name for each in node.read_writes.reads if not isinstance(each, WeakDep)}  # those are of an order
         for read in sorted(node.mutation_renames.get(name, name) for name in reads):
             where = memory.get(read, read)
-            too_early = read in in_flight and not operator and where not in overwritten
-            if too_early or turn_of.get(read, 0) != turns[where]:
+            too_early = read in in_flight and not operator
+            if where not in overwritten and (too_early or turn_of.get(read, 0) != turns[where]):
                 _refuse(f"have {node.get_name()} read {where} while it does not hold what the graph reads there")
-        if _writes_all(operator):
-            turns.update(where for _, where in _written(node, memory))
+        for where in sorted(overwritten):
+            if written_in[node.get_name(), where] != turns[where]:
+                _refuse(f"have {node.get_name()} write {where} while it holds something else than in the graph")
+            _begin_turns(turns, where, operator, others)
+
+
+def _begin_turns(turns: Counter[str], where: str, operator: str, others: Mapping[str, Sequence[str]]) -> None:
+    """Counts the turns that a write to ``where`` begins."""
+    turns[where] += _writes_all(operator)
+    turns.update(others.get(where, ()))
 
 
 def _check_loop(parts: Sequence[Any], memory: dict[str, str]) -> None:

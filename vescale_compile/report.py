@@ -190,7 +190,8 @@ def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
         yield f"  {event}"
     for number, slot in enumerate(summary.slots):
         own = ", carried from forward to backward" if slot.carried else ""
-        yield f"  slot {number}, {_size(slot.nbytes)} {slot.dtype.removeprefix('torch.')}{own}"
+        place = f"at {_size(slot.offset)}"
+        yield f"  slot {number} {place}, {_size(slot.nbytes)} {slot.dtype.removeprefix('torch.')}{own}"
         for tenant in slot.tenants:
             yield f"    nodes {tenant.first:>5} to {tenant.last:>5}  {_size(tenant.nbytes):>10}  {tenant.what}"
     if counts[Kind.COPY_IN]:

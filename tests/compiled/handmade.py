@@ -15,9 +15,11 @@ from vescale_compile.passes.context import (
     Role,
     Use,
 )
+from vescale_compile.passes.slot_memory import note_place
 from vescale_compile.passes.verify import verify
 from vescale_compile.runtime import crossing, leaving, ops
 from vescale_compile.runtime.model import Beside
+from vescale_compile.runtime.pool import SlotSpec
 from vescale_compile.runtime.unshard import CommSpec, ParamView
 
 S, WORLD = 4, 2
@@ -70,6 +72,12 @@ class Graph:
         node.meta["val"] = torch.empty(numel)
         return node
 
+    def slot_at(self, name: str, offset: int) -> fx.Node:
+        """A slot for a unit's parameters or gradients, bytes from the beginning of memory that others are places in."""
+        slot = self.placeholder(name, WORLD * S)
+        note_place(slot, SlotSpec(WORLD * S, torch.float32, torch.device("cpu"), offset=offset))
+        return slot
+
     def call(self, target, *args, mark: object = None, **kwargs: bool) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = torch.empty(WORLD * S)
@@ -77,10 +85,13 @@ class Graph:
             node.meta["vescale"] = mark
         return node
 
-    def buffer(self, use: Use = Use.PARAMETERS, unit: int = 0, *, slot: bool = False, carried: bool = False) -> fx.Node:
+    def buffer(
+        self, use: Use = Use.PARAMETERS, unit: int = 0, *, slot: bool | fx.Node = False, carried: bool = False
+    ) -> fx.Node:
         mark = Buffer(use, unit, "0" if carried else "")
         if slot:
-            return self.call(aten.slice.Tensor, self.slot, 0, 0, WORLD * S, mark=mark)
+            memory = self.slot if slot is True else slot
+            return self.call(aten.slice.Tensor, memory, 0, 0, WORLD * S, mark=mark)
         return self.call(aten.empty.memory_format, [WORLD * S], mark=mark)
 
     def launch_gather(

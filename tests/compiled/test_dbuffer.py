@@ -187,15 +187,15 @@ def test_slots_of_the_backward_are_allocated_with_those_of_the_forward():
     torch._dynamo.reset()
     allocated, allocate = [], pool._Memory._allocate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool._Memory, "_allocate", lambda memory, spec: allocated.append(spec) or allocate(memory, spec))
+        patch.setattr(pool._Memory, "_allocate", lambda *args: allocated.append(args[1]) or allocate(*args))
         model, call = models.sharded(lambda: models.Uneven().double())  # slots larger than any other graph's here
         (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": "eager"}).graphs
         for _ in range(2):
             loss = call(*models.batches(1, 11)[0])
-            assert sum(8 * spec.numel for spec in allocated if spec.dtype is torch.float64) == graph.slot_bytes
+            assert sum(allocated) == graph.slot_bytes
             loss.backward()
-    forward, backward = (len(graph.parts[part].slots) for part in (Part.FORWARD, Part.BACKWARD))
-    assert backward > forward > 0
+    forward, backward = (graph.parts[part].slots for part in (Part.FORWARD, Part.BACKWARD))
+    assert max(slot.offset for slot in backward) > max(slot.offset for slot in forward) > 0
 
 
 @on_ranks(2)

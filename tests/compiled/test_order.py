@@ -19,7 +19,7 @@ import vescale_compile as vc
 from vescale_compile import inductor_order, warm_start
 from vescale_compile.backend import vescale
 from vescale_compile.passes import order, ordered_nodes
-from vescale_compile.passes.context import Use, comm_of
+from vescale_compile.passes.context import Role, Use, comm_of
 from vescale_compile.torch_internals import generates_code_for
 
 
@@ -56,6 +56,27 @@ def test_rows_are_added_up_in_a_slot_when_what_it_held_before_was_read():
     added = graph.call(torch.ops.aten.index_put_.default, gradients, [indices], rows, True)
     graph.graph.output((read, graph.reduce(gradients)))
     assert (read, added) in ordered_nodes(graph.graph)
+
+
+def test_what_is_read_of_a_slot_is_read_before_a_part_of_its_memory_is_gathered_into():
+    graph = Graph()
+    first, second = (graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2))
+    read = graph.read(graph.gather(first))
+    graph.launch_gather(second)
+    graph.wait_gather(second)
+    graph.graph.output((read, graph.read(second)))
+    launch = next(node for node in graph.graph.nodes if (comm := comm_of(node)) and comm.unit == 1)
+    assert (read, launch) in ordered_nodes(graph.graph)
+
+
+def test_generated_code_writes_gradients_when_the_reduction_of_others_in_their_memory_is_over():
+    graph = Graph()
+    first, second = (graph.slot_at(f"slot_{at}", 16 * at) for at in range(2))
+    reduced = [graph.reduce(graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=each))) for each in (first, second)]
+    graph.graph.output(tuple(reduced))
+    waits = [node for node in graph.graph.nodes if (comm := comm_of(node)) and comm.role is Role.WAIT]
+    writes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.fill_.Scalar)
+    assert (waits[0], writes[1]) in ordered_nodes(graph.graph)
 
 
 @torch.library.custom_op("tests::scale_into", mutates_args={"out"})
@@ -102,12 +123,30 @@ class Normalized(nn.Module):
         return x.square().mean()
 
 
+class Growing(nn.Module):
+    """Layers like those, each with a larger slot than the last, of which many lie in another's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [[(width, 8), (8, width), (width,)] for width in range(8, 32, 4)]
+        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in layer]) for layer in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second, size in self.layers:
+            scale = size / first.norm(dim=1).detach()
+            y = x @ first.T
+            x = x + (scale * torch.nn.functional.silu(y + (scale - 1) * y)) @ second.T
+            x = x + scale.sum() * x
+        return x.square().mean()
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("program", [Normalized, Growing])
 @on_ranks(2)
-def test_what_kernels_compute_from_a_parameter_anew_they_compute_before_its_slot_is_given_away():
+def test_what_kernels_compute_from_a_parameter_anew_they_compute_before_its_slot_is_given_away(program):
     torch._dynamo.reset()
-    model, call = models.sharded(Normalized, compile="inductor")
-    reference = models.build(Normalized)
+    model, call = models.sharded(program, compile="inductor")
+    reference = models.build(program)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(call(x), reference(x))
     call(x).backward()
@@ -122,6 +161,16 @@ def test_code_that_reads_a_slot_too_late_is_refused(monkeypatch):
     torch._dynamo.reset()
     with fake_world(2):
         model = torch.compile(vc.fully_shard(Normalized()), backend="vescale")
+        with torch.no_grad(), pytest.raises(Exception, match=r"Inductor would have .* read slot_"):
+            code_written_for(lambda: model(torch.ones(16, 8)))
+
+
+def test_code_that_reads_a_slot_when_another_has_some_of_its_memory_is_refused(monkeypatch):
+    """As Inductor writes it where it is not told what they have in common."""
+    monkeypatch.setattr(order, "sharing_memory", lambda graph: {slot: (slot,) for slot in graph.nodes})
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = torch.compile(vc.fully_shard(Growing()), backend="vescale")
         with torch.no_grad(), pytest.raises(Exception, match=r"Inductor would have .* read slot_"):
             code_written_for(lambda: model(torch.ones(16, 8)))
 

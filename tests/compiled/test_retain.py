@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import vescale_compile as vc
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.passes.summary import Kind
+from vescale_compile.quantities import bytes_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -42,15 +43,16 @@ def gathers(graph, part: Part) -> int:
 
 
 def least_budget() -> int:
-    """What the forward needs and what the backward needs, as one after the other is refused less."""
+    """What the forward needs, what the backward needs, and what both do with their slots, as one after the other is
+    refused less."""
     budget = 1
     while True:
         try:
             explained(budget)
         except GraphError as refused:
-            needed = re.search(r"needs ([\d,]+)", str(refused))
+            needed = re.search(r"needs ([\d,]+)|Give at least ([\d.]+.?B)", str(refused))
             assert needed is not None
-            budget = int(needed[1].replace(",", ""))
+            budget = int(needed[1].replace(",", "")) if needed[1] else bytes_in(needed[2])
         else:
             return budget
 

@@ -1,4 +1,4 @@
-"""What slots of graphs are one: of whatever sizes and dtypes, the largest of each."""
+"""Slots are places in memory that graphs have in common, of whatever sizes and dtypes."""
 
 import pytest
 import torch
@@ -16,20 +16,33 @@ def addresses(*graphs: list[SlotSpec]) -> list[list[int]]:
     return [[slot.data_ptr() for slot in step([])] for step in steps][len(graphs) :]
 
 
-def test_gathered_parameters_and_gradients_of_another_dtype_share_memory():
-    parameters = [SlotSpec(16, torch.bfloat16, CPU), SlotSpec(64, torch.bfloat16, CPU)]
+def test_parameters_of_one_graph_lie_where_another_has_gradients_of_another_dtype():
+    parameters = [SlotSpec(64, torch.bfloat16, CPU), SlotSpec(16, torch.bfloat16, CPU, offset=512)]
     gradients = [SlotSpec(32, torch.float32, CPU)]
-    (small, large), (reduced,) = addresses(parameters, gradients)
-    assert large == reduced != small
-    assert pooled_bytes([parameters, gradients]) == 32 + 128
+    (large, small), (reduced,) = addresses(parameters, gradients)
+    assert large == reduced == small - 512
+    assert pooled_bytes([parameters, gradients]) == 512 + 32
 
 
-def test_the_largest_of_each_graph_are_one_in_whatever_order_they_come():
-    (first, second), (third, fourth) = addresses(
-        [SlotSpec(8, torch.float32, CPU), SlotSpec(2, torch.float32, CPU)],
-        [SlotSpec(3, torch.float32, CPU), SlotSpec(6, torch.float32, CPU)],
-    )
-    assert (first, second) == (fourth, third)
+def test_slots_of_a_graph_may_have_memory_in_common():
+    first, second = SlotSpec(256, torch.float32, CPU), SlotSpec(128, torch.float32, CPU, offset=512)
+    slots = StepSlots().add(lambda slots: slots, [first, second])([])
+    slots[1].fill_(7)
+    assert first.overlaps(second)
+    assert slots[0].tolist() == [0] * 128 + [7] * 128
+    assert pooled_bytes([[first, second]]) == 1024
+
+
+def test_slots_that_touch_have_no_memory_in_common():
+    first, second = SlotSpec(128, torch.float32, CPU), SlotSpec(128, torch.float32, CPU, offset=512)
+    assert not first.overlaps(second)
+
+
+def test_memory_is_as_large_as_any_living_graph_wants():
+    first, second = ([SlotSpec(numel, torch.float32, CPU)] for numel in (8, 6))
+    (larger,), (smaller,) = addresses(first, second)
+    assert larger == smaller
+    assert pooled_bytes([first, second]) == 32
 
 
 def test_codes_and_what_is_carried_lie_apart():
@@ -47,7 +60,7 @@ def test_what_finite_parameters_leave_in_padding_is_finite_as_a_gradient(dtype):
         assert torch.stack([low.expand_as(finite), finite], dim=1).view(torch.float32).isfinite().all()
 
 
-def test_where_nccl_looks_for_nan_no_dtype_follows_another_in_a_slot(monkeypatch):
+def test_where_nccl_looks_for_nan_no_dtype_lies_where_another_did(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "1")
     (parameters,), (gradients,) = addresses([SlotSpec(8, torch.float32, CPU)], [SlotSpec(8, torch.bfloat16, CPU)])
     assert parameters != gradients

@@ -103,6 +103,18 @@ def test_a_read_that_is_moved_before_the_wait_is_refused(two_in_a_slot):
         check_tenants(graph.graph)
 
 
+def test_a_read_that_is_moved_behind_a_gather_into_a_part_of_its_memory_is_refused():
+    graph = Graph()
+    buffers = [graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2)]
+    first, second = (graph.read(graph.call(torch.ops.aten.view.default, graph.gather(each), [8])) for each in buffers)
+    graph.graph.output((first, second))
+    note_tenants(graph.graph)
+    check_tenants(graph.graph)
+    second.append(first)
+    with pytest.raises(GraphError, match=r"reads slot_0 where"):
+        check_tenants(graph.graph)
+
+
 def test_what_lies_in_a_slot_as_a_whole_is_known_when_its_slice_is_gone(two_in_a_slot):
     """Inductor removes slices of all there is."""
     graph, (first, second) = two_in_a_slot

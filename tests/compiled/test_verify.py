@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 from handmade import Graph, aten, context
 from ranks import on_ranks
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_compile.passes.context import GraphError, Part, Role, Use
@@ -108,6 +109,53 @@ def test_a_slot_given_to_another_unit_while_its_parameters_are_still_read():
         r"layers\.1",
     ):
         graph.verify([graph.read(view), graph.read(second)], context(Part.FORWARD))
+
+
+@pytest.fixture
+def overlapping() -> tuple[Graph, list[fx.Node]]:
+    """A graph with a slot for each of two units, of which the second begins in the middle of the first."""
+    graph = Graph()
+    return graph, [graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2)]
+
+
+def test_units_may_follow_one_another_in_slots_that_have_memory_in_common(overlapping):
+    graph, buffers = overlapping
+    graph.verify([graph.read(graph.gather(buffer)) for buffer in buffers], context(Part.FORWARD))
+
+
+def test_parameters_that_are_read_when_a_part_of_their_memory_holds_others(overlapping):
+    graph, (first, second) = overlapping
+    graph.gather(first)
+    graph.gather(second)
+    with pytest.raises(GraphError, match=r"layers\.0, whose memory holds the gathered parameters of unit layers\.1"):
+        graph.verify([graph.read(first)], context(Part.FORWARD))
+
+
+def test_a_gather_into_memory_of_which_a_part_is_in_flight(overlapping):
+    graph, (first, second) = overlapping
+    graph.launch_gather(first)
+    graph.launch_gather(second)
+    with pytest.raises(GraphError, match=r"unit layers\.1 get memory on which a collective is in flight"):
+        graph.verify([graph.shards[0]], context(Part.FORWARD))
+
+
+def test_gradients_that_are_written_to_memory_of_which_a_part_is_in_flight(overlapping):
+    graph, (first, _) = overlapping
+    graph.launch_gather(first)
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS, unit=1, slot=graph.slot_at("slot_2", 16)))
+    with pytest.raises(GraphError, match=r"in flight: gathered parameters of unit layers\.0"):
+        graph.verify([graph.reduce(gradients)], context(Part.BACKWARD, reduced=(1,)))
+
+
+def test_a_gather_is_waited_for_though_another_was_beside_it_in_what_a_third_overwrites():
+    """The third slot has memory of both the others, which have none in common."""
+    graph = Graph()
+    first, second, third = (graph.slot_at(f"slot_{at}", offset) for at, offset in enumerate((0, 32, 16)))
+    graph.launch_gather(graph.buffer(unit=0, slot=first))
+    graph.gather(graph.buffer(unit=1, slot=second))
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS, slot=third))
+    with pytest.raises(GraphError, match=r"in flight: gathered parameters of unit layers\.0"):
+        graph.verify([graph.reduce(gradients)], context(Part.BACKWARD, reduced=(0,)))
 
 
 def test_a_slot_given_to_another_unit_while_a_gather_is_in_flight_on_it():
