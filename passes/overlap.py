@@ -80,8 +80,8 @@ def _schedule(
     segments: Sequence[list[fx.Node]],
     others: Sequence[Need],
 ) -> Scheduled:
-    """Finds the schedule and moves the graph's nodes to match. Slots of one unit's size may be of no use to another's:
-    what fits as bytes but not as slots may fit if nothing overlaps, or if launches are not as early as can be."""
+    """Finds the schedule and moves the graph's nodes to match. Free memory between slots may be in pieces: what fits as
+    bytes but not as slots may fit if nothing overlaps, or if launches are not as early as can be."""
     assert context.part is not None
     least = least_peak(tasks)
     budget = context.room(max([least + room_ahead(tasks), *(other.allowance for other in others)]))

@@ -128,7 +128,7 @@ def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
 
 def _planned_ahead(step: Step, kept: frozenset[int]) -> int:
     """What a step takes whose graphs can gather and reduce one unit ahead, in bytes. With less a schedule may be as
-    fast in theory; but its buffers lie in slots, and one unit's is of no use to a larger one."""
+    fast in theory; but its buffers lie in slots, and free memory between them may be in pieces."""
     return step.planned(kept) + max((room_ahead(tasks) for tasks in step.tasks(kept).values()), default=0)
 
 

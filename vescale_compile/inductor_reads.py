@@ -16,15 +16,11 @@ from torch import fx
 from torch._inductor import custom_graph_pass
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
 from torch._inductor.codegen.cpp_utils import LocalBufferContext
-from torch._inductor.dependencies import Dep, MemoryDep, StarDep, WeakDep
-from torch._inductor.ir import MutationLayoutSHOULDREMOVE, TensorBox
-from torch._inductor.loop_body import LoopBody
-from torch._inductor.scheduler import Scheduler, SchedulerNode
+from torch._inductor.dependencies import StarDep, WeakDep
+from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.utils._ordered_set import OrderedSet
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 _LAUNCHES = ("start_", "carry_")  # begin the names of our operators that return while what they write is in flight
 
@@ -33,32 +29,16 @@ _LAUNCHES = ("start_", "carry_")  # begin the names of our operators that return
 def reads_known_by_their_writes() -> Iterator[None]:
     """Has Inductor heed what a read waits for where memory, as a slot, was written before.
 
-    Such a read goes by the name of that write. The scheduler forgets it in two places, and then moves the read before
-    what it waits for, or into one loop with what overwrites other elements. Lowering makes such a loop itself, where it
-    casts what it copies; and a fusion of loops takes what only waits for memory to read it, and fails.
+    Such a read goes by the name of that write. Where the scheduler gives a node other loops it forgets it, and then
+    moves the read before what it waits for.
 
-    Such a fusion may also keep one row of what its loops hand each other, where an iteration computes several.
+    Besides, a fusion of loops may keep one row of what its loops hand each other, where an iteration computes several.
     """
     with (
-        mock.patch.object(MutationLayoutSHOULDREMOVE, "realize_into", classmethod(_realize_into)),
-        mock.patch.object(LoopBody, "get_read_expr", _get_read_expr),
         mock.patch.object(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", _may_share_outer_loops),
-        mock.patch.object(Scheduler, "fusable_weak_dep", _fusable_weak_dep),
         mock.patch.object(SchedulerNode, "recompute_size_and_body", _recompute_size_and_body),
     ):
         yield
-
-
-def _fusable_weak_dep(scheduler: Any, dep: WeakDep, reader: Any, writer: Any) -> bool:
-    """Whether one kernel may be of ``reader``, and of ``writer``, which must come after it.
-
-    Inductor looks at reads by the memory's own name only.
-    """
-    if not _fusable_as_named(scheduler, dep, reader, writer):
-        return False
-    names = scheduler.mutation_real_name
-    (write,) = (each for each in writer.read_writes.writes if each.name == dep.mutating_buf)
-    return all(_in_one_loop(read, write) for read in _reads_of(reader, names[dep.mutating_buf], names))
 
 
 def _recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,23 +46,6 @@ def _recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
     order = OrderedSet(dep for dep in node.read_writes.reads if isinstance(dep, WeakDep | StarDep))
     _recompute(node, *args, **kwargs)
     node.set_read_writes(node.read_writes.with_read(order).rename(node.mutation_renames))
-
-
-def _realize_into(cls: Any, source: Any, target: Any, unsafe_alias: bool = False) -> Any:
-    """Copies ``source`` into memory; what is computed from that memory is stored first, for the scheduler to fuse."""
-    value = source.data if isinstance(source, TensorBox) else source
-    target.realize()  # before, a view may have no name
-    if target.get_name() in value.get_read_names():
-        value.realize()
-    return _copy_into(cls, source, target, unsafe_alias)
-
-
-def _get_read_expr(body: Any, name: str) -> Any:
-    """The place that a loop reads; None where it reads nothing there."""
-    try:
-        return _place_read(body, name)
-    except KeyError:
-        return None
 
 
 def _may_share_outer_loops(node: Any, kernels: Sequence[Any], depth: int) -> bool:
@@ -97,35 +60,8 @@ def _may_share_outer_loops(node: Any, kernels: Sequence[Any], depth: int) -> boo
     return bool(_share_outer_loops(node, kernels, depth))
 
 
-_copy_into = MutationLayoutSHOULDREMOVE.realize_into.__func__  # type: ignore[attr-defined]
-_place_read = LoopBody.get_read_expr
 _share_outer_loops = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
-_fusable_as_named = Scheduler.fusable_weak_dep
 _recompute = SchedulerNode.recompute_size_and_body
-
-
-def _reads_of(node: Any, where: str, memory: dict[str, str]) -> Iterator[Dep]:
-    for read in node.read_writes.reads:
-        if not isinstance(read, WeakDep) and memory.get(read.name, read.name) == where:
-            yield read
-
-
-def _in_one_loop(read: Dep, write: Dep) -> bool:
-    """Whether a loop that reads some elements and writes some writes none before it has read it."""
-    if not (isinstance(read, MemoryDep) and isinstance(write, MemoryDep)):
-        return False
-    read, write = read.normalize(), write.normalize()
-    if (read.index, read.size) == (write.index, write.size):
-        return True
-    first, second = _extent(read), _extent(write)
-    return bool(first.upper < second.lower or second.upper < first.lower)
-
-
-def _extent(dep: MemoryDep) -> ValueRanges[Any]:
-    """From the first to the last element that may be touched."""
-    sizes = {name: dep.ranges.get(name, int_oo) for name in dep.index.free_symbols}
-    ends = {name: size - 1 if size.is_Integer else int_oo for name, size in sizes.items()}
-    return bound_sympy(dep.index, {name: ValueRanges(0, end) for name, end in ends.items()})
 
 
 class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]  # of 2.13
@@ -158,8 +94,6 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
             sharing = self._sharing(V.graph.graph)
             others = {slot.name: [other.name for other in all_ if other is not slot] for slot, all_ in sharing.items()}
             _check_turns([part for node in nodes for part in node.get_nodes()], memory, others)
-            for node in nodes:
-                _check_loop(node.get_nodes(), memory)
         return nodes
 
     def uuid(self) -> str:
@@ -199,20 +133,6 @@ def _begin_turns(turns: Counter[str], where: str, operator: str, others: Mapping
     """Counts the turns that a write to ``where`` begins."""
     turns[where] += _writes_all(operator)
     turns.update(others.get(where, ()))
-
-
-def _check_loop(parts: Sequence[Any], memory: dict[str, str]) -> None:
-    """Of what is fused into one kernel: no part writes what it, or an earlier one, reads in another iteration."""
-    for place, writer in enumerate(parts):
-        written = dict(_written(writer, memory))
-        for write in writer.read_writes.writes:
-            if (where := written.get(write.name)) is None:
-                continue
-            reads = [read for part in parts[:place] for read in _reads_of(part, where, memory)]
-            # Its own reads without a place are of an order, or a library call's.
-            reads += [read for read in _reads_of(writer, where, memory) if isinstance(read, MemoryDep)]
-            if not all(_in_one_loop(read, write) for read in reads):
-                _refuse(f"have one kernel read and write {where} in another order than the graph's")
 
 
 def _refuse(what: str) -> NoReturn:
