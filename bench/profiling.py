@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import is_fake
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+from torch.utils.dlpack import from_dlpack
 
 from vescale_compile.runtime import pool
 
@@ -93,7 +94,7 @@ def _slots_told_apart() -> Iterator[None]:
     take = pool._Memory.take
 
     def take_apart(memory: pool._Memory, spec: pool.SlotSpec) -> Tensor:
-        return torch.from_dlpack(take(memory, spec).view(torch.uint8)).view(spec.dtype)
+        return from_dlpack(take(memory, spec).view(torch.uint8)).view(spec.dtype)
 
     with mock.patch.object(pool._Memory, "take", take_apart):
         yield

@@ -24,9 +24,13 @@ FOUR_LAYERS: dict[str, llama.LlamaConfig] = {
 }
 """Shallow, so that they compile fast where many are measured"""
 
+WORDS = {"29M-16k": llama.LlamaConfig(layers=4, dim=512, heads=8, kv_heads=4, vocab_size=16_384)}
+"""12M with the vocabulary of words, not bytes: its embedding and its head are each 2.8 times as large as a layer"""
+
 MODELS: dict[str, llama.LlamaConfig] = {
     **llama.SIZES,
     **FOUR_LAYERS,
+    **WORDS,
     **{f"moe-{name}": config for name, config in moe.SIZES.items()},
 }
 """By the name that ``--model`` takes."""

@@ -172,7 +172,7 @@ def _lower_inductor(
         forget_mutation_regions(gm.graph)
         remove_whole_views(gm)
         store_as_computed(gm.graph, bases_of(gm.graph))
-        mark_version(gm)
+        mark_version(gm, slots)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]
         with lowered_once(gm, examples, deadline):

@@ -29,6 +29,7 @@ from torch._inductor.output_code import CompiledFxGraph, OutputCode
 
 from .passes.agreed import question
 from .passes.context import CompileContext, Part
+from .runtime.pool import SlotSpec
 from .runtime.unshard import unshard
 from .torch_internals import size_hint
 
@@ -166,9 +167,10 @@ def cacheable_functions() -> dict[str, str]:
     return torch._inductor.config.unsafe_marked_cacheable_functions | ours
 
 
-def mark_version(gm: fx.GraphModule) -> None:
-    """Has Inductor's cache key, which holds all that a graph's module has, differ from that of another version."""
-    gm.__dict__["vescale_version"] = sources()
+def mark_version(gm: fx.GraphModule, slots: Sequence[SlotSpec]) -> None:
+    """Has Inductor's cache key, which holds all that a graph's module has, differ from that of another version, and
+    from that of slots in other places: code is in an order that goes by the memory that they have in common."""
+    gm.__dict__["vescale_version"] = f"{sources()} {[*slots]}"
 
 
 @functools.cache
