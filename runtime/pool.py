@@ -71,28 +71,36 @@ class SlotSpec(NamedTuple):
 class _Memory:
     """Memory in bytes; grows when a graph comes that wants more."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.tensor: Tensor | None = None
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.device = device
         self.group = group  # whose registered memory it is
+        self.tensor: Tensor | None = None
+        self._slots: dict[SlotSpec, Tensor] = {}
 
-    def has(self, spec: SlotSpec) -> bool:
-        return self.tensor is not None and self.tensor.numel() >= spec.end
+    def has(self, nbytes: int) -> bool:
+        return self.tensor is not None and self.tensor.numel() >= nbytes
 
-    def grow(self, spec: SlotSpec) -> None:
-        if not self.has(spec):
+    def grow(self, nbytes: int) -> None:
+        if not self.has(nbytes):
+            self._slots.clear()
             self.tensor = None  # freed before its successor is allocated
             with torch.inference_mode(False):  # the next graph may train
-                self.tensor = self._allocate(spec.end, spec.device)
+                self.tensor = self._allocate(nbytes)
 
     def take(self, spec: SlotSpec) -> Tensor:
-        assert self.tensor is not None
-        return self.tensor.narrow(0, spec.offset, spec.nbytes).view(spec.dtype)
+        """A slot in it. There may be a hundred in a graph: each is made once."""
+        slot = self._slots.get(spec)
+        if slot is None:
+            assert self.tensor is not None
+            with torch.inference_mode(False):
+                slot = self._slots[spec] = self.tensor.narrow(0, spec.offset, spec.nbytes).view(spec.dtype)
+        return slot
 
-    def _allocate(self, nbytes: int, device: torch.device) -> Tensor:
+    def _allocate(self, nbytes: int) -> Tensor:
         """Zeroed: padding is sent too, and NCCL's check for NaN (``TORCH_NCCL_NAN_CHECK``) must find none there."""
         if self.group is not None:
-            return allocate_registered(nbytes, torch.uint8, device, self.group).zero_()
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            return allocate_registered(nbytes, torch.uint8, self.device, self.group).zero_()
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
 
 _last_use: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
@@ -141,7 +149,7 @@ class StepSlots:
     def __init__(self, registered: dist.ProcessGroup | None = None) -> None:
         """``registered`` is the process group whose registered memory the slots are; None for PyTorch's allocator."""
         self._registered = registered
-        self._wanted: list[tuple[_Memory, SlotSpec]] = []
+        self._wanted: dict[_Memory, int] = {}  # bytes, of all graphs
 
     def add(self, run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
         """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments.
@@ -150,7 +158,10 @@ class StepSlots:
         that graph raised; and on a GPU that graph itself, where it ran on another stream.
         """
         slots = [(self._reserved(spec), spec) for spec in specs]
-        self._wanted += slots
+        wanted: dict[_Memory, int] = {}
+        for memory, spec in slots:
+            for each in (wanted, self._wanted):
+                each[memory] = max(each.get(memory, 0), spec.end)
         gpus = sorted({spec.device for spec in specs if spec.device.type == "cuda"}, key=str)
 
         def call(args: list[Any]) -> Any:
@@ -159,8 +170,9 @@ class StepSlots:
                 end_failed_graph()
                 for device in gpus:
                     _follow_last_use(device)
-                if not all(memory.has(spec) for memory, spec in slots):
-                    self._allocate()
+                if not all(memory.has(nbytes) for memory, nbytes in wanted.items()):
+                    for memory, nbytes in self._wanted.items():
+                        memory.grow(nbytes)
                 args.extend(memory.take(spec) for memory, spec in slots)
                 try:
                     return run(args)
@@ -172,12 +184,8 @@ class StepSlots:
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    def _allocate(self) -> None:
-        for memory, spec in sorted(self._wanted, key=lambda wanted: -wanted[1].end):  # none twice
-            memory.grow(spec)
-
     def _reserved(self, spec: SlotSpec) -> _Memory:
-        return _memories.setdefault((self._registered, spec.memory), _Memory(self._registered))
+        return _memories.setdefault((self._registered, spec.memory), _Memory(spec.device, self._registered))
 
 
 def with_fresh_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ranks import fake_world
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale_compile.runtime.pool import SlotSpec, StepSlots, pooled_bytes
 
@@ -43,6 +44,14 @@ def test_memory_is_as_large_as_any_living_graph_wants():
     (larger,), (smaller,) = addresses(first, second)
     assert larger == smaller
     assert pooled_bytes([first, second]) == 32
+
+
+def test_memory_that_grows_moves_the_slots_of_all_graphs_and_is_freed_before():
+    small, large = (StepSlots().add(lambda slots: slots, [SlotSpec(numel, torch.float64, CPU)]) for numel in (3, 9))
+    before = StorageWeakRef(small([])[0].untyped_storage())
+    (slot,) = large([])
+    assert before.expired()
+    assert small([])[0].data_ptr() == slot.data_ptr()
 
 
 def test_codes_and_what_is_carried_lie_apart():
