@@ -28,6 +28,7 @@ def test_parameters_of_one_graph_lie_where_another_has_gradients_of_another_dtyp
 def test_slots_of_a_graph_may_have_memory_in_common():
     first, second = SlotSpec(256, torch.float32, CPU), SlotSpec(128, torch.float32, CPU, offset=512)
     slots = StepSlots().add(lambda slots: slots, [first, second])([])
+    slots[0].zero_()  # other graphs of this process may have been there
     slots[1].fill_(7)
     assert first.overlaps(second)
     assert slots[0].tolist() == [0] * 128 + [7] * 128
@@ -47,7 +48,9 @@ def test_memory_is_as_large_as_any_living_graph_wants():
 
 
 def test_memory_that_grows_moves_the_slots_of_all_graphs_and_is_freed_before():
-    small, large = (StepSlots().add(lambda slots: slots, [SlotSpec(numel, torch.float64, CPU)]) for numel in (3, 9))
+    apart = "what no other graph of this process uses"
+    specs = (SlotSpec(numel, torch.float32, CPU, apart) for numel in (3, 9))
+    small, large = (StepSlots().add(lambda slots: slots, [spec]) for spec in specs)
     before = StorageWeakRef(small([])[0].untyped_storage())
     (slot,) = large([])
     assert before.expired()
