@@ -1,11 +1,10 @@
 """Assigns communication buffers to slots: places in static memory, that a graph gets as inputs.
 
 Lifetimes are known from the order of the graph: from the node that first touches a buffer to the last one that
-reads it. Largest first, each buffer lies in the first place where nothing else does while it lives: where a large one
-was, small ones lie side by side. Buffers of the same size and dtype that lie in the same place, one after another, have
-a slot in common; slots of other places may share some of their memory. A buffer that outlives the graph (parameters
-kept for the backward, gradients) stays an allocation. What is filled for the backward while the forward ends lies in
-memory that holds nothing else.
+reads it. Each lies where nothing else does while it lives: where a large one was, small ones lie side by side. Buffers
+of the same size and dtype that lie in the same place, one after another, have a slot in common; slots of other places
+may share some of their memory. A buffer that outlives the graph (parameters kept for the backward, gradients) stays an
+allocation. What is filled for the backward while the forward ends lies in memory that holds nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..runtime.collectives import checked_for_nan
 from ..runtime.pool import ALIGNMENT, SlotSpec
 from ..torch_internals import fake_mode_of
 from .aliases import bases_of, touches_of
@@ -36,17 +36,11 @@ class Lifetime:
     last: int
 
     @property
-    def numel(self) -> int:
-        return self.node.meta["val"].numel()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.node.meta["val"].dtype
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return self.node.meta["val"].nbytes
 
+
+Beside = dict[Lifetime, list[Lifetime]]
 
 _SEPARATE = {
     Use.PARAMETERS: "parameters",
@@ -94,36 +88,69 @@ def places_for(buffers: Sequence[Lifetime]) -> dict[Lifetime, SlotSpec]:
     ends: Counter[Hashable] = Counter()
     places: dict[Lifetime, SlotSpec] = {}
     for (memory, _), sharing in apart.items():
-        begin = _aligned(ends[memory])
-        for lifetime, offset in _offsets(sharing).items():
-            place = places[lifetime] = _spec(lifetime, begin + offset)
+        begin, offsets = _aligned(ends[memory]), _offsets(sharing)
+        for lifetime in sharing:
+            place = places[lifetime] = _spec(lifetime, begin + offsets[lifetime])
             ends[memory] = max(ends[memory], place.end)
     return places
 
 
 def _spec(lifetime: Lifetime, offset: int = 0) -> SlotSpec:
-    carried = marked_buffer(lifetime.node).carried
-    return SlotSpec(lifetime.numel, lifetime.dtype, lifetime.node.meta["val"].device, carried, offset)
+    value, carried = lifetime.node.meta["val"], marked_buffer(lifetime.node).carried
+    return SlotSpec(value.numel(), value.dtype, value.device, carried, offset, checked_for_nan())
 
 
 def _offsets(buffers: Sequence[Lifetime]) -> dict[Lifetime, int]:
-    """Each buffer's place, in bytes from the beginning of what they share; the largest buffer is the first."""
+    """Each buffer's place, in bytes from the beginning of what they share.
+
+    They are placed one after another: as they come into the graph, from its end on, or the largest first. No order is
+    best for all lifetimes: that one is taken by which they take the least memory, or, of equals, the fewest slots.
+    """
     beside = _living_beside(buffers)
+    coming = sorted(buffers, key=lambda each: each.first)
+    leaving = sorted(buffers, key=lambda each: each.last, reverse=True)
+    largest = sorted(leaving, key=lambda each: each.nbytes, reverse=True)
+    return min((_placed(order, beside) for order in (coming, leaving, largest)), key=_memory_and_slots)
+
+
+def _placed(order: Sequence[Lifetime], beside: Beside) -> dict[Lifetime, int]:
+    """Each where one like it lies, if it can, for few slots to do; or in the first place where nothing is."""
     offsets: dict[Lifetime, int] = {}
-    for lifetime in sorted(buffers, key=lambda each: (-each.nbytes, each.first)):
+    tried: dict[SlotSpec, list[int]] = {}  # where those like it lie
+    for lifetime in order:
         taken = sorted((offsets[other], other.nbytes) for other in beside[lifetime] if other in offsets)
-        offset = 0
-        for start, nbytes in taken:
-            if offset + lifetime.nbytes <= start:
-                break
-            offset = max(offset, _aligned(start + nbytes))
+        known = tried.setdefault(_spec(lifetime), [])
+        again = (offset for offset in known if _is_free(offset, lifetime.nbytes, taken))
+        offset = next(again, None)
+        if offset is None:
+            offset = _first_free(lifetime.nbytes, taken)
+            known.append(offset)
         offsets[lifetime] = offset
     return offsets
 
 
-def _living_beside(buffers: Sequence[Lifetime]) -> dict[Lifetime, list[Lifetime]]:
+def _is_free(offset: int, nbytes: int, taken: Sequence[tuple[int, int]]) -> bool:
+    return all(offset + nbytes <= start or start + length <= offset for start, length in taken)
+
+
+def _first_free(nbytes: int, taken: Sequence[tuple[int, int]]) -> int:
+    """``taken`` has the beginning and the bytes of each place, in their order."""
+    offset = 0
+    for start, length in taken:
+        if offset + nbytes <= start:
+            break
+        offset = max(offset, _aligned(start + length))
+    return offset
+
+
+def _memory_and_slots(offsets: dict[Lifetime, int]) -> tuple[int, int]:
+    slots = {_spec(lifetime, offset) for lifetime, offset in offsets.items()}
+    return max(slot.end for slot in slots), len(slots)
+
+
+def _living_beside(buffers: Sequence[Lifetime]) -> Beside:
     """For each buffer, those that live at the same time; what is carried from graph to graph outlives each."""
-    beside: dict[Lifetime, list[Lifetime]] = {lifetime: [] for lifetime in buffers}
+    beside: Beside = {lifetime: [] for lifetime in buffers}
     living: list[Lifetime] = []
     for lifetime in sorted(buffers, key=lambda each: each.first):
         living = [other for other in living if other.last >= lifetime.first or marked_buffer(other.node).carried]
@@ -143,7 +170,7 @@ def _describe(slot: SlotSpec, lifetimes: Sequence[Lifetime], context: CompileCon
     for lifetime in sorted(lifetimes, key=lambda each: each.first):
         buffer = marked_buffer(lifetime.node)
         what = f"{buffer.use.value} of {context.units[buffer.unit].name}"
-        tenants.append(Tenant(what, lifetime.nbytes, lifetime.first, lifetime.last))
+        tenants.append(Tenant(what, lifetime.first, lifetime.last))
     return SlotUse(str(slot.dtype), slot.nbytes, slot.offset, tuple(tenants), bool(slot.carried))
 
 
@@ -157,6 +184,6 @@ def _append_input(graph: fx.Graph, name: str, slot: SlotSpec, tenants: Sequence[
     for lifetime in tenants:
         with graph.inserting_before(lifetime.node):
             mark = lifetime.node.meta["vescale"]
-            part = call(graph, torch.ops.aten.slice.Tensor, placeholder, 0, 0, lifetime.numel, mark=mark)
+            part = call(graph, torch.ops.aten.slice.Tensor, placeholder, 0, 0, slot.numel, mark=mark)
         lifetime.node.replace_all_uses_with(part)
         graph.erase_node(lifetime.node)

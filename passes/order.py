@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
 from ..schemas import written_by
 from ..torch_internals import generates_code_for
@@ -21,6 +21,8 @@ from .slot_memory import sharing_memory
 from .tenants import check_tenants
 
 Pairs = list[tuple[fx.Node, fx.Node]]
+Slots = dict[fx.Node, fx.Node]  # of each node, where its memory comes from
+Sharing = dict[fx.Node, tuple[fx.Node, ...]]  # of each input, those that have memory in common with it
 
 
 def ordered_nodes(graph: fx.Graph) -> Pairs:
@@ -29,7 +31,10 @@ def ordered_nodes(graph: fx.Graph) -> Pairs:
     Raises GraphError where a slot would be read when it holds something else.
     """
     check_tenants(graph)
-    return _between_collectives(graph) + _reads_before_writes(graph) + _writes_after_collectives(graph)
+    slots, sharing = allocations_of(graph), sharing_memory(graph)
+    pairs = _between_collectives(graph)
+    pairs += _reads_before_writes(graph, slots, sharing)
+    return pairs + _writes_after_collectives(graph, slots, sharing)
 
 
 def _between_collectives(graph: fx.Graph) -> Pairs:
@@ -47,8 +52,8 @@ def _between_collectives(graph: fx.Graph) -> Pairs:
     return pairs
 
 
-def _reads_before_writes(graph: fx.Graph) -> Pairs:
-    """Generated readers of a slot, each with the operators that write it later.
+def _reads_before_writes(graph: fx.Graph, slots: Slots, sharing: Sharing) -> Pairs:
+    """Readers of a slot, each with the operators that write it later.
 
     Inductor may compute a generated value anew in every kernel that uses it. So what reads a slot is each node that
     uses, through generated ones alone, what was read there. Of these the pins are for the ones whose values are used
@@ -56,13 +61,13 @@ def _reads_before_writes(graph: fx.Graph) -> Pairs:
     kernels wait for that come before it themselves.
 
     Generated kernels that write gradients into a slot share it with operators that write other gradients: they are
-    kept before the reduction only.
+    kept before the reduction only. Calls of libraries need pins where no collective stands between two of them.
     """
-    slots, sharing = allocations_of(graph), sharing_memory(graph)
     places = {node: place for place, node in enumerate(graph.nodes)}
     carried: dict[fx.Node, set[fx.Node]] = {}  # by generated node: the slots that its kernels may read
     readers: dict[fx.Node, list[fx.Node]] = {}
     writers: dict[fx.Node, list[fx.Node]] = {}
+    called: dict[fx.Node, list[fx.Node]] = {}  # since the last collective
     pairs: Pairs = []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -85,6 +90,7 @@ def _reads_before_writes(graph: fx.Graph) -> Pairs:
             given = sharing[slot]
             for held in given:
                 pairs += [(reader, node) for reader in readers.get(held, ()) if _lasts(reader, places[node], places)]
+                pairs += [(reader, node) for reader in called.get(held, ())]
             if comm is not None:
                 pairs += [(writer, node) for writer in writers.get(slot, ())]
             if comm is not None and comm.role is Role.LAUNCH:  # what comes after this launch comes after them
@@ -92,13 +98,16 @@ def _reads_before_writes(graph: fx.Graph) -> Pairs:
                 for held in given:
                     for reader in readers.pop(held, ()):
                         carried[reader].discard(held)
+        if comm is not None:
+            called.clear()
+        for slot in touched - written:
+            called.setdefault(slot, []).append(node)
     return pairs
 
 
-def _writes_after_collectives(graph: fx.Graph) -> Pairs:
+def _writes_after_collectives(graph: fx.Graph, slots: Slots, sharing: Sharing) -> Pairs:
     """Generated writers of a slot, each with the last launch or wait before it in that memory, by whatever slot. What
     calls a library comes after those anyway."""
-    slots, sharing = allocations_of(graph), sharing_memory(graph)
     last: dict[fx.Node, fx.Node] = {}
     pairs: Pairs = []
     for node in graph.nodes:
@@ -122,8 +131,10 @@ def _lasts(node: fx.Node, place: int, places: dict[fx.Node, int]) -> bool:
 
 def _is_library_call(node: fx.Node) -> bool:
     """Whether Inductor calls an operator of a library there, or may: it adds up rows by atomic additions of its own, or
-    calls PyTorch's operator where those are missing (in bfloat16 on an A100, say) or not deterministic."""
+    calls PyTorch's operator where those are missing (in bfloat16 on an A100, say) or not deterministic. What is given
+    code to run, a kernel of the program's own, say, counts too."""
     if node.op != "call_function" or is_view(node) or buffer_of(node) is not None:
         return False
-    adds_rows = node.target is torch.ops.aten.index_put_.default
-    return isinstance(node.target, OpOverload) and (adds_rows or not generates_code_for(node.target))
+    if node.target is torch.ops.aten.index_put_.default or isinstance(node.target, HigherOrderOperator):
+        return True
+    return isinstance(node.target, OpOverload) and not generates_code_for(node.target)

@@ -16,8 +16,14 @@ def note_place(slot: fx.Node, spec: SlotSpec) -> None:
 def sharing_memory(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """For each input of a graph, those that have memory in common with it: itself, and of slots others too."""
     inputs = graph.find_nodes(op="placeholder")
+    sharing = {node: [node] for node in inputs}
     places = {node: place for node in inputs if (place := node.meta.get(_PLACE)) is not None}
-    return {
-        node: tuple(other for other in places if places[other].overlaps(places[node])) if node in places else (node,)
-        for node in inputs
-    }
+    begun: list[fx.Node] = []  # in the order of their places, those that may reach as far as the next
+    for node in sorted(places, key=lambda node: places[node].offset):
+        begun = [other for other in begun if places[other].end > places[node].offset]
+        for other in begun:
+            if places[other].overlaps(places[node]):
+                sharing[node].append(other)
+                sharing[other].append(node)
+        begun.append(node)
+    return {node: tuple(others) for node, others in sharing.items()}

@@ -47,10 +47,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Tenant:
-    """A communication buffer in a slot, from the ``first`` to the ``last`` node of the graph that touches it."""
+    """A communication buffer, which fills its slot, from the ``first`` to the ``last`` node of the graph that touches
+    it."""
 
     what: str
-    nbytes: int
     first: int
     last: int
 

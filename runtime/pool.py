@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arrivals import settle
-from .collectives import checked_for_nan
 from .ops import end_failed_graph
 from .registered import allocate_registered
 
@@ -36,6 +35,7 @@ class SlotSpec(NamedTuple):
     Attributes:
         carried: the process group, if it is set apart for what a forward leaves for a backward.
         offset: bytes from the beginning of its memory.
+        by_dtype: whether its dtype has memory of its own.
     """
 
     numel: int
@@ -43,6 +43,7 @@ class SlotSpec(NamedTuple):
     device: torch.device
     carried: str = ""
     offset: int = 0
+    by_dtype: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +61,7 @@ class SlotSpec(NamedTuple):
         two finite numbers of 16 bits, read as one of 32, never are; halves of one of 32 may be, so where NaN is looked
         for each dtype has memory of its own.
         """
-        apart = bool(self.carried) or checked_for_nan()
+        apart = self.by_dtype or bool(self.carried)
         return (self.dtype if apart else self.dtype.is_floating_point, self.device, self.carried)
 
     def overlaps(self, other: SlotSpec) -> bool:
@@ -75,17 +76,21 @@ class _Memory:
         self.device = device
         self.group = group  # whose registered memory it is
         self.tensor: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None  # the one that a GPU's allocator gives it to again
         self._slots: dict[SlotSpec, Tensor] = {}
 
-    def has(self, nbytes: int) -> bool:
-        return self.tensor is not None and self.tensor.numel() >= nbytes
-
     def grow(self, nbytes: int) -> None:
-        if not self.has(nbytes):
-            self._slots.clear()
-            self.tensor = None  # freed before its successor is allocated
-            with torch.inference_mode(False):  # the next graph may train
-                self.tensor = self._allocate(nbytes)
+        """Has it hold that many bytes at least. What it held is lost if it holds fewer."""
+        if self.tensor is not None and self.tensor.numel() >= nbytes:
+            return
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        if stream is not None and self._stream not in (None, stream):
+            self._stream.wait_stream(stream)  # by now it comes after all that used this memory
+        self._stream = stream
+        self._slots.clear()
+        self.tensor = None  # freed before its successor is allocated
+        with torch.inference_mode(False):  # the next graph may train
+            self.tensor = self._allocate(nbytes)
 
     def take(self, spec: SlotSpec) -> Tensor:
         """A slot in it. There may be a hundred in a graph: each is made once."""
@@ -158,10 +163,8 @@ class StepSlots:
         that graph raised; and on a GPU that graph itself, where it ran on another stream.
         """
         slots = [(self._reserved(spec), spec) for spec in specs]
-        wanted: dict[_Memory, int] = {}
         for memory, spec in slots:
-            for each in (wanted, self._wanted):
-                each[memory] = max(each.get(memory, 0), spec.end)
+            self._wanted[memory] = max(self._wanted.get(memory, 0), spec.end)
         gpus = sorted({spec.device for spec in specs if spec.device.type == "cuda"}, key=str)
 
         def call(args: list[Any]) -> Any:
@@ -170,9 +173,8 @@ class StepSlots:
                 end_failed_graph()
                 for device in gpus:
                     _follow_last_use(device)
-                if not all(memory.has(nbytes) for memory, nbytes in wanted.items()):
-                    for memory, nbytes in self._wanted.items():
-                        memory.grow(nbytes)
+                for memory, nbytes in self._wanted.items():
+                    memory.grow(nbytes)
                 args.extend(memory.take(spec) for memory, spec in slots)
                 try:
                     return run(args)

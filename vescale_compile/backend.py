@@ -172,10 +172,10 @@ def _lower_inductor(
         forget_mutation_regions(gm.graph)
         remove_whole_views(gm)
         store_as_computed(gm.graph, bases_of(gm.graph))
-        mark_version(gm, slots)
+        version = mark_version(gm, slots)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]
-        with lowered_once(gm, examples, deadline):
+        with lowered_once(gm, examples, version, deadline):
             return warm_start.keep(functools.partial(inductor_compile_inner, gm, examples, **kwargs), part)
 
     beside = kernels_compiled_beside() if on_cpu else contextlib.nullcontext()

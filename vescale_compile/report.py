@@ -193,7 +193,7 @@ def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
         place = f"at {_size(slot.offset)}"
         yield f"  slot {number} {place}, {_size(slot.nbytes)} {slot.dtype.removeprefix('torch.')}{own}"
         for tenant in slot.tenants:
-            yield f"    nodes {tenant.first:>5} to {tenant.last:>5}  {_size(tenant.nbytes):>10}  {tenant.what}"
+            yield f"    nodes {tenant.first:>5} to {tenant.last:>5}  {tenant.what}"
     if counts[Kind.COPY_IN]:
         nbytes = summary.nbytes(Kind.COPY_IN)
         yield f"  {counts[Kind.COPY_IN]} copy-ins of {_size(nbytes)}: shards, into their places in the gathered buffers"

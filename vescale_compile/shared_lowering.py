@@ -17,12 +17,11 @@ import torch
 from torch import fx
 
 from .torch_internals import caches_generated_code, inductor_cache_folder
-from .warm_start import sources
 
 
 @contextlib.contextmanager
-def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], deadline: float) -> Iterator[None]:
-    """Inside it this process alone, of those with this cache folder, lowers the graph ``gm``.
+def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], version: str, deadline: float) -> Iterator[None]:
+    """Inside it this process alone, of those with this cache folder, lowers the graph ``gm`` of this ``version``.
 
     A process that dies gives way to the next. One that takes longer than ``deadline`` seconds is not waited for: the
     graph is then lowered beside it, which is only slower. Nobody waits where the graph has been lowered before, or
@@ -31,7 +30,7 @@ def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], deadline: float) -> 
     if not caches_generated_code():
         yield
         return
-    lowered = _record_of(gm, inputs)
+    lowered = _record_of(gm, inputs, version)
     lock = filelock.FileLock(lowered.with_suffix(".lock"))
     if not lowered.exists():
         with contextlib.suppress(filelock.Timeout):
@@ -45,10 +44,10 @@ def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], deadline: float) -> 
         lock.release()
 
 
-def _record_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path:
+def _record_of(gm: fx.GraphModule, inputs: Sequence[Any], version: str) -> Path:
     """The file that is there once the graph has been lowered."""
     tensors = [(each.device, each.dtype, each.shape) for each in inputs if isinstance(each, torch.Tensor)]
-    compiler = (torch.__version__, sources(), torch.backends.cpu.get_cpu_capability())
+    compiler = (torch.__version__, version, torch.backends.cpu.get_cpu_capability())
     digest = hashlib.sha256(repr((compiler, gm.code, tensors)).encode()).hexdigest()
     folder = Path(inductor_cache_folder(), "vescale_lowered")
     folder.mkdir(parents=True, exist_ok=True)

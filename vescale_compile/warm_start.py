@@ -29,6 +29,7 @@ from torch._inductor.output_code import CompiledFxGraph, OutputCode
 
 from .passes.agreed import question
 from .passes.context import CompileContext, Part
+from .runtime.collectives import checked_for_nan
 from .runtime.pool import SlotSpec
 from .runtime.unshard import unshard
 from .torch_internals import size_hint
@@ -150,12 +151,15 @@ class KeptGraph(OutputCode):
 def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any]) -> None:
     """Adds to a captured graph what its compilation rests on besides: the cache's key holds a graph's attributes.
 
-    Sizes of this batch are part of it, also where the graph is dynamic in them: schedules rest on them.
+    Sizes of this batch are part of it, also where the graph is dynamic in them: schedules rest on them. Where
+    NCCL looks for NaN, slots lie elsewhere.
     """
     sizes = [tuple(map(size_hint, each.shape)) if isinstance(each, torch.Tensor) else None for each in inputs]
     symbols = [size_hint(each) for each in inputs if isinstance(each, torch.SymInt)]
     room = None if context.memory_budget is None else context.beside
-    gm.__dict__["vescale_identity"] = question(repr((sources(), context.cluster, room, sizes, symbols)), context)
+    gm.__dict__["vescale_identity"] = question(
+        repr((sources(), context.cluster, room, sizes, symbols, checked_for_nan())), context
+    )
 
 
 def cacheable_functions() -> dict[str, str]:
@@ -167,10 +171,11 @@ def cacheable_functions() -> dict[str, str]:
     return torch._inductor.config.unsafe_marked_cacheable_functions | ours
 
 
-def mark_version(gm: fx.GraphModule, slots: Sequence[SlotSpec]) -> None:
+def mark_version(gm: fx.GraphModule, slots: Sequence[SlotSpec]) -> str:
     """Has Inductor's cache key, which holds all that a graph's module has, differ from that of another version, and
     from that of slots in other places: code is in an order that goes by the memory that they have in common."""
-    gm.__dict__["vescale_version"] = f"{sources()} {[*slots]}"
+    version = gm.__dict__["vescale_version"] = f"{sources()} {[*slots]}"
+    return version
 
 
 @functools.cache

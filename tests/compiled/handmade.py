@@ -78,7 +78,7 @@ class Graph:
         note_place(slot, SlotSpec(WORLD * S, torch.float32, torch.device("cpu"), offset=offset))
         return slot
 
-    def call(self, target, *args, mark: object = None, **kwargs: bool) -> fx.Node:
+    def call(self, target, *args, mark: object = None, **kwargs: object) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = torch.empty(WORLD * S)
         if mark is not None:

@@ -18,9 +18,11 @@ from vescale_compile.runtime.pool import SlotSpec, pooled_bytes
 KB = 256  # elements of float32
 
 
-def buffer(numel: int, first: int, last: int, use: Use = Use.PARAMETERS) -> Lifetime:
+def buffer(
+    numel: int, first: int, last: int, use: Use = Use.PARAMETERS, dtype: torch.dtype = torch.float32
+) -> Lifetime:
     node = fx.Graph().call_function(aten.empty.memory_format)
-    node.meta.update(val=torch.empty(numel, device="meta"), vescale=Buffer(use, 0))
+    node.meta.update(val=torch.empty(numel, dtype=dtype, device="meta"), vescale=Buffer(use, 0))
     return Lifetime(node, first, last)
 
 
@@ -38,6 +40,23 @@ def test_small_buffers_lie_side_by_side_where_a_large_one_was():
     assert places(large, *small) == [(0, 1024), (0, 4096), (1024, 2048), (2048, 3072)]
 
 
+def test_layers_that_repeat_lie_in_the_same_slots():
+    """Of four parts, the largest behind the small ones, each gathered while the one before is read."""
+    parts = [2 * KB, KB, KB, 7 * KB] * 12
+    layers = [buffer(size, at, at + 1) for at, size in enumerate(parts)]
+    assert places(*layers) == places(*layers[:8])
+    assert len(places(*layers)) == 4
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_grows_to_a_graphs_end_or_from_it_takes_what_lives_at_its_fullest_moment(backwards):
+    extents = [(KB, 0, 1), (2 * KB, 1, 2), (3 * KB, 2, 3), (4 * KB, 3, 4), (5 * KB, 4, 5)]
+    buffers = [
+        buffer(size, 5 - last, 5 - first) if backwards else buffer(size, first, last) for size, first, last in extents
+    ]
+    assert pooled_bytes([slots_for(buffers)]) == 9 * 1024
+
+
 def test_the_last_node_that_touches_a_buffer_is_no_place_for_the_next():
     assert places(buffer(KB, 0, 3), buffer(KB, 3, 6)) == [(0, 1024), (1024, 2048)]
 
@@ -53,6 +72,17 @@ def test_parameters_and_gradients_of_a_graph_have_no_memory_in_common():
         (1024, 2048),
         (2048, 2080),
     ]
+
+
+@pytest.mark.parametrize(("checks", "shared"), [("0", True), ("1", False)])
+def test_where_nccl_looks_for_nan_each_dtype_has_memory_of_its_own(monkeypatch, checks, shared):
+    """What bfloat16 leaves of two numbers is finite as one of float32; halves of one of float32 may not be."""
+    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", checks)
+    parameters, gradients = slots_for([buffer(KB, 0, 1, dtype=torch.bfloat16), buffer(KB, 2, 3, Use.GRADIENTS)])
+    assert (parameters.memory == gradients.memory) is shared
+    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "0")  # as where a graph that was compiled under it is found again
+    assert not parameters.overlaps(gradients)
+    assert (parameters.memory == gradients.memory) is shared
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,6 +10,7 @@ import torch
 from handmade import Graph
 from ranks import fake_world, on_ranks
 from torch import Tensor, fx, nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor.codecache import FxGraphCachePickler
 from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.utils import fresh_cache
@@ -80,9 +81,33 @@ def test_generated_code_writes_gradients_when_the_reduction_of_others_in_their_m
     assert (waits[0], writes[1]) in ordered_nodes(graph.graph)
 
 
+def test_a_kernel_of_the_programs_own_reads_a_slot_before_its_memory_is_gathered_into():
+    """Such a kernel has no result that others use."""
+    graph = Graph()
+    first, second = (graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2))
+    out = graph.call(torch.ops.aten.empty.memory_format, [8])
+    kernel = graph.call(triton_kernel_wrapper_mutation, kwargs={"weight": graph.gather(first), "out": out})
+    graph.launch_gather(second)
+    graph.wait_gather(second)
+    graph.graph.output((out, graph.read(second)))
+    launch = next(node for node in graph.graph.nodes if (comm := comm_of(node)) and comm.unit == 1)
+    assert (kernel, launch) in ordered_nodes(graph.graph)
+
+
 @torch.library.custom_op("tests::scale_into", mutates_args={"out"})
 def scale_into(x: Tensor, scale: Tensor, out: Tensor) -> None:
     out.copy_(x * scale)
+
+
+def test_a_librarys_operator_reads_a_slot_before_another_writes_its_memory_between_the_same_collectives():
+    """As parameters are dequantized."""
+    graph = Graph()
+    first, second = (graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2))
+    gathered = graph.gather(first)
+    read = graph.call(torch.ops.aten.mv.default, gathered, gathered)
+    written = graph.call(torch.ops.tests.scale_into.default, read, read, second)
+    graph.graph.output((read, graph.read(second)))
+    assert (read, written) in ordered_nodes(graph.graph)
 
 
 class ScaledInPlace(nn.Module):
@@ -157,7 +182,7 @@ def test_what_kernels_compute_from_a_parameter_anew_they_compute_before_its_slot
 
 def test_code_that_reads_a_slot_too_late_is_refused(monkeypatch):
     """As Inductor writes it where nothing holds it to the order of the graph."""
-    monkeypatch.setattr(order, "_reads_before_writes", lambda graph: [])
+    monkeypatch.setattr(order, "_reads_before_writes", lambda *_: [])
     monkeypatch.setattr(inductor_order, "written_by", lambda node: [])
     torch._dynamo.reset()
     with fake_world(2):

@@ -27,7 +27,7 @@ def graph(tmp_path, monkeypatch) -> torch.fx.GraphModule:
 
 def held(graph: torch.fx.GraphModule) -> filelock.FileLock:
     """The lock of another process."""
-    return filelock.FileLock(_record_of(graph, []).with_suffix(".lock"))
+    return filelock.FileLock(_record_of(graph, [], "").with_suffix(".lock"))
 
 
 class Unheard(models.Uneven):
@@ -66,26 +66,26 @@ def test_replicas_lower_each_graph_once_though_their_groups_are_others():
 
 def test_a_process_that_is_lowering_is_waited_for_until_the_deadline(graph):
     start = time.monotonic()
-    with held(graph), lowered_once(graph, [], deadline=0.2):
+    with held(graph), lowered_once(graph, [], "", deadline=0.2):
         assert time.monotonic() - start >= 0.2
 
 
 def test_nobody_is_waited_for_once_the_graph_has_been_lowered(graph):
-    with lowered_once(graph, [], deadline=60):
+    with lowered_once(graph, [], "", deadline=60):
         pass
     start = time.monotonic()
-    with held(graph), lowered_once(graph, [], deadline=60):
+    with held(graph), lowered_once(graph, [], "", deadline=60):
         assert time.monotonic() - start < 30
 
 
 def test_a_graph_that_could_not_be_lowered_counts_as_one_that_was_not(graph):
-    with pytest.raises(RuntimeError, match="no compiler"), lowered_once(graph, [], deadline=60):
+    with pytest.raises(RuntimeError, match="no compiler"), lowered_once(graph, [], "", deadline=60):
         raise RuntimeError("no compiler")
-    assert not _record_of(graph, []).exists()
+    assert not _record_of(graph, [], "").exists()
     with held(graph).acquire(timeout=0):
         pass
 
 
 def test_graphs_of_other_devices_are_other_graphs(graph):
-    here, there = (_record_of(graph, [torch.empty(2, device=device)]) for device in ("cpu", "meta"))
+    here, there = (_record_of(graph, [torch.empty(2, device=device)], "") for device in ("cpu", "meta"))
     assert here != there

@@ -48,8 +48,8 @@ def test_memory_is_as_large_as_any_living_graph_wants():
 
 
 def test_memory_that_grows_moves_the_slots_of_all_graphs_and_is_freed_before():
-    apart = "what no other graph of this process uses"
-    specs = (SlotSpec(numel, torch.float32, CPU, apart) for numel in (3, 9))
+    alone = "what no other graph of this process uses"
+    specs = (SlotSpec(numel, torch.float32, CPU, alone) for numel in (3, 9))
     small, large = (StepSlots().add(lambda slots: slots, [spec]) for spec in specs)
     before = StorageWeakRef(small([])[0].untyped_storage())
     (slot,) = large([])
@@ -72,9 +72,9 @@ def test_what_finite_parameters_leave_in_padding_is_finite_as_a_gradient(dtype):
         assert torch.stack([low.expand_as(finite), finite], dim=1).view(torch.float32).isfinite().all()
 
 
-def test_where_nccl_looks_for_nan_no_dtype_lies_where_another_did(monkeypatch):
-    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "1")
-    (parameters,), (gradients,) = addresses([SlotSpec(8, torch.float32, CPU)], [SlotSpec(8, torch.bfloat16, CPU)])
+def test_where_each_dtype_has_memory_of_its_own_none_lies_where_another_did():
+    graphs = ([SlotSpec(8, dtype, CPU, by_dtype=True)] for dtype in (torch.float32, torch.bfloat16))
+    (parameters,), (gradients,) = addresses(*graphs)
     assert parameters != gradients
 
 

@@ -121,6 +121,29 @@ def test_a_graph_follows_the_one_before_it_that_ran_on_another_stream(
     ]
 
 
+def test_memory_that_grows_is_given_back_to_a_stream_that_comes_after_all_who_used_it(
+    gpu: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_last_use", {})
+    device = torch.device("cuda")
+    small, large = (
+        pool.StepSlots().add(lambda args, name=name: gpu.run(name), [pool.SlotSpec(numel, torch.float32, device)])
+        for name, numel in (("small", 8), ("large", 16))
+    )
+    side = gpu.create("side")
+    with gpu.use(side):
+        small([])
+    small([])
+    large([])
+    assert gpu.log[2:] == [
+        "side0: small",
+        "compute0 waits for all of side0 up to line 3",
+        "compute0: small",
+        "side0 waits for compute0",
+        "compute0: large",
+    ]
+
+
 def test_gathers_share_a_stream_and_reductions_another(gpu: Streams) -> None:
     for _ in range(2):
         collectives.start_all_gather(memory(4), memory(8), dist.group.WORLD)

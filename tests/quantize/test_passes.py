@@ -139,7 +139,7 @@ def test_codes_that_the_backward_needs_first_are_gathered_while_the_forward_ends
         (slot,) = (slot for slot in part.slots if slot.carried)
         (tenant,) = slot.tenants
         (gathered,) = (e.nbytes for e in part.entries if e.kind is Kind.ALL_GATHER and e.unit == "layers.1")
-        assert (tenant.what, tenant.nbytes) == ("gathered codes and scales of layers.1", gathered)
+        assert (tenant.what, slot.nbytes) == ("gathered codes and scales of layers.1", gathered)
 
 
 @pytest.mark.slow
