@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -246,6 +247,8 @@ def _compile_unsharded(
     """A graph that reads no sharded parameter: a part of a sharded model, or a model that never was."""
     if not anything_sharded():
         _warn_unsharded()
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        warn_of_unaveraged(gm, inputs)
     if options.lowering == "inductor" and generate_code:
         return inductor_compile(gm, inputs, cached=True)
     return aot_compile(gm, inputs, forward=_run_as_is, backward=_run_as_is, inference=_run_as_is)
@@ -266,6 +269,6 @@ def _warn_of_cudagraphs() -> None:
 @functools.cache
 def _warn_unsharded() -> None:
     _log.warning(
-        "backend='vescale': nothing is sharded, so the model is compiled as it is. "
-        "Call vescale_compile.fully_shard(model) before torch.compile to shard it."
+        "backend='vescale': nothing is sharded, so the model is compiled as it is, and gradients are not averaged over "
+        "ranks. Call vescale_compile.fully_shard(model) before torch.compile to shard it."
     )

@@ -134,6 +134,11 @@ def mark_graph_input(placeholder: fx.Node, name: str) -> None:
     placeholder._dynamo_source = ConstantSource(source_name=name)
 
 
+def source_name(placeholder: fx.Node) -> str:
+    """The expression by which Dynamo's guards read an input of its graph: ``L['self']._parameters['weight']``, say."""
+    return str(placeholder._dynamo_source.name)  # type: ignore[attr-defined]
+
+
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A module of a graph whose nodes name modules of ``root``. Within a compilation it writes no code before it is
     called, which most graphs never are: writing and compiling it takes longer than most passes."""

@@ -1,16 +1,20 @@
-"""Warns of trained parameters that no collective averages: added after ``fully_shard``, they differ between ranks."""
+"""Warns of trained parameters that no collective averages: added after ``fully_shard``, or of a model that was never
+sharded, they differ between ranks."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
-from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import bound
+from .torch_internals import source_name
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # of the parameters, in a warning
@@ -23,16 +27,22 @@ def leave_alone(params: Iterable[nn.Parameter]) -> None:
 
 
 def warn_of_unaveraged(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Warns, once, of trained parameters that a graph of a sharded model reads and nothing has sharded."""
+    """Warns, once, of parameters that a graph trains and nothing has sharded."""
     found: list[str] = []
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        plain = isinstance(value, nn.Parameter) and not isinstance(value, RaggedDTensor)
+        plain = isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
         if plain and value.requires_grad and hasattr(value, "_vescale_sharded"):
             refuse_replaced(value._vescale_sharded)
         if plain and value.requires_grad and not hasattr(value, "_vescale_ignored"):
-            found.append(f"{placeholder.name} {tuple(value.shape)}")
-    if found:
+            found.append(f"{_name_of(placeholder)} {tuple(value.shape)}")
+    if found and torch.is_grad_enabled():
         _warn(tuple(found))
+
+
+def _name_of(parameter: fx.Node) -> str:
+    """As ``named_parameters`` of the compiled module has it."""
+    path = re.findall(r"\._(?:modules|parameters)\['(.*?)'\]", source_name(parameter))
+    return ".".join(path) or parameter.name
 
 
 def refuse_replaced(sharded: Tensor, *gradient: Tensor) -> NoReturn:
@@ -48,10 +58,10 @@ def refuse_replaced(sharded: Tensor, *gradient: Tensor) -> NoReturn:
 @functools.cache
 def _warn(params: tuple[str, ...]) -> None:
     _log.warning(
-        "backend='vescale': parameters are trained beside sharded ones and are not sharded themselves: their gradients "
-        "are not averaged, and they will differ from rank to rank. There are %s: %s%s. If they were added after "
-        "fully_shard, as adapters are, add them before it, or call fully_shard on their module; if they are to stay as "
-        "they are, pass them in fully_shard(ignored_params=...).",
+        "backend='vescale': parameters are trained that are not sharded, as others are: their gradients are not "
+        "averaged, and unless something else does so, as DistributedDataParallel, they will differ from rank to rank. "
+        "There are %s: %s%s. If they were added after fully_shard, as adapters are, add them before it, or call "
+        "fully_shard on their module; if they are to stay as they are, pass them in fully_shard(ignored_params=...).",
         len(params),
         ", ".join(params[:_NAMED]),
         ", ..." if len(params) > _NAMED else "",

@@ -59,7 +59,7 @@ def test_where_nccl_looks_for_nan_what_lies_between_gradients_is_zeroed(monkeypa
 def test_what_is_sent_of_a_slot_that_nothing_was_written_to_is_finite():
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        call = pool.StepSlots().add(lambda args: args, [pool.SlotSpec(8, torch.float64, CPU)])
+        call = pool.StepSlots().add(lambda args: args, [pool.SlotSpec(8, torch.float64, CPU, "no other graph")])
         (slot,) = call([])
     finally:
         torch.use_deterministic_algorithms(False)

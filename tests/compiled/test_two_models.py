@@ -77,7 +77,47 @@ def test_a_parameter_that_was_added_after_sharding_is_named_once(warnings_of):
         warnings_of(model)
         logged = warnings_of(model)
     assert logged.count("are not averaged") == 1
-    assert "head" in logged and "(11, 11)" in logged
+    assert "There are 1: head.1.weight (11, 11)." in logged
+
+
+class Broken(nn.Module):
+    """A graph break, and behind it what a graph of its own trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = vc.fully_shard(models.build(models.Uneven))
+        self.adapter = nn.Linear(1, 1)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = self.model(tokens, labels).reshape(1)
+        torch._dynamo.graph_break()
+        return self.adapter(loss).sum()
+
+
+def test_parameters_that_a_graph_trains_without_sharded_ones_are_named(warnings_of):
+    with fake_world(2):
+        assert "There are 2: adapter.weight (1, 1), adapter.bias (1,)." in warnings_of(Broken())
+
+
+def test_a_model_that_was_not_sharded_is_named_where_another_was(warnings_of):
+    with fake_world(2):
+        vc.fully_shard(models.build(models.Uneven))
+        assert "layers.0." in warnings_of(models.build(models.Uneven))
+
+
+def test_what_is_evaluated_may_stay_unsharded(warnings_of):
+    with fake_world(2):
+        model = vc.fully_shard(models.build(models.Uneven))
+        teacher = models.build(models.Uneven)
+
+        class Distilled(nn.Module):
+            def forward(self, tokens, labels):
+                with torch.no_grad():
+                    wanted = teacher(tokens, labels)
+                torch._dynamo.graph_break()
+                return (model(tokens, labels) - wanted).square()
+
+        assert "are not averaged" not in warnings_of(Distilled())
 
 
 def test_many_parameters_that_were_added_after_sharding_are_one_warning(warnings_of):
