@@ -39,6 +39,13 @@ def check_arguments(module: object, reshard_after_forward: object, mp_policy: ob
         raise TypeError(f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; give True or False")
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise TypeError(f"fully_shard: mp_policy is {mp_policy!r}; give vc.MixedPrecisionPolicy(param_dtype=...)")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name, None)
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1)):
+            raise TypeError(
+                f"fully_shard: mp_policy has {name}={dtype!r}; give a floating-point dtype of 16 bits or more, as "
+                "torch.bfloat16, or None. For fewer bits on the wire there are quantize= and quantize_gradients="
+            )
 
 
 def ignored_in(params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:

@@ -7,11 +7,12 @@ import functools
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from .runtime.boundary import bound
 from .torch_internals import source_name
@@ -33,10 +34,16 @@ def warn_of_unaveraged(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
         plain = isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
         if plain and value.requires_grad and hasattr(value, "_vescale_sharded"):
             refuse_replaced(value._vescale_sharded)
-        if plain and value.requires_grad and not hasattr(value, "_vescale_ignored"):
+        if plain and value.requires_grad and not hasattr(value, "_vescale_ignored") and _is_trained(placeholder):
             found.append(f"{_name_of(placeholder)} {tuple(value.shape)}")
-    if found and torch.is_grad_enabled():
+    if found:
         _warn(tuple(found))
+
+
+def _is_trained(parameter: fx.Node) -> bool:
+    """Whether anything that is computed from it in Dynamo's graph has a gradient."""
+    results = (tree_leaves(user.meta.get("example_value")) for user in parameter.users)
+    return any(isinstance(value, Tensor) and value.requires_grad for value in chain.from_iterable(results))
 
 
 def _name_of(parameter: fx.Node) -> str:

@@ -419,6 +419,14 @@ def test_without_a_process_group():
             TypeError,
             "mp_policy is torch.bfloat16; give",
         ),
+        *(
+            (
+                lambda policy=policy: vc.fully_shard(small(), mp_policy=vc.MixedPrecisionPolicy(**policy)),
+                TypeError,
+                "mp_policy has .*; give a floating-point dtype",
+            )
+            for policy in ({"param_dtype": "bfloat16"}, {"reduce_dtype": torch.int8}, {"output_dtype": 16})
+        ),
         (
             lambda: vc.fully_shard(small(), ignored_params=["0.weight"]),
             TypeError,

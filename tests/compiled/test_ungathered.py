@@ -62,5 +62,5 @@ def test_an_embedding_with_sparse_gradients_is_refused_before_it_is_sharded():
 @on_ranks(2)
 def test_a_sharded_model_is_not_wrapped_in_distributed_data_parallel():
     model = vc.fully_shard(torch.nn.Linear(4, 2))
-    with pytest.raises(NotImplementedError, match="DistributedDataParallel: leave that out"):
+    with pytest.raises(NotImplementedError, match="Leave out DistributedDataParallel"):
         torch.nn.parallel.DistributedDataParallel(model)

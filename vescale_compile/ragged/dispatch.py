@@ -149,11 +149,7 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if len(args) > 1:
         size = args[1]
         if len(size) != tensor.ndim or any(s not in (-1, d) for s, d in zip(size, tensor.shape, strict=True)):
-            flat = (
-                ", as LBFGS and parameters_to_vector take it, which are for unsharded models, and "
-                "DistributedDataParallel: leave that out, gradients are averaged without it"
-            )
-            refuse(func, tensor, f"a view of shape {tuple(size)}" + (flat if tuple(size) == (-1,) else ""))
+            refuse(func, tensor, f"a view of shape {tuple(size)}")
     alias = wrap(aten.alias.default(tensor._local_tensor), tensor._spec)
     return return_and_correct_aliasing(func, args, kwargs, alias)
 

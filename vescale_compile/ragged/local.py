@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,11 +20,31 @@ from vescale_compile.ragged.placement import RaggedShardError
 
 def refuse(func: OpOverload, tensor: RaggedDTensor, reason: str) -> NoReturn:
     """Raises RaggedShardError, naming the operation, the tensor's global shape, the rank and the ways out."""
-    raise RaggedShardError(
-        f"{func} on {tensor!r}: {reason}. Call .full_tensor() for the whole tensor (on every rank), or "
-        f".to_local() for this rank's flat shard. In the forward of a module given to fully_shard, and in a method "
-        f"given to register_forward_method, a parameter is whole where it is read as an attribute of its module "
-        f"(self.linear.weight), and a shard where parameters(), named_parameters() or _parameters give it."
+    raise RaggedShardError(f"{func} on {tensor!r}: {reason}. {_way_out(inspect.currentframe())}")
+
+
+_NOT_ELEMENTWISE = tuple(
+    vars(torch.optim)[name] for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name)
+)
+
+
+def _way_out(frame: FrameType | None) -> str:
+    """What to do, by who asks for what can't be done."""
+    while frame is not None:
+        asking = frame.f_locals.get("self")
+        if isinstance(asking, _NOT_ELEMENTWISE):
+            return (
+                f"{type(asking).__name__} looks at more of a parameter than single elements, and a rank has a shard. "
+                "Take an optimizer that doesn't (AdamW, SGD and most of torch.optim), or one of vescale_compile.optim"
+            )
+        if isinstance(asking, nn.parallel.DistributedDataParallel):
+            return "Leave out DistributedDataParallel: gradients are averaged without it"
+        frame = frame.f_back
+    return (
+        "Call .full_tensor() for the whole tensor (on every rank), or .to_local() for this rank's flat shard. In the "
+        "forward of a module given to fully_shard, and in a method given to register_forward_method, a parameter is "
+        "whole where it is read as an attribute of its module (self.linear.weight), and a shard where parameters(), "
+        "named_parameters() or _parameters give it."
     )
 
 
