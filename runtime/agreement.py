@@ -9,13 +9,13 @@ a rank that gives up waiting gives it for all, also for those that come later.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain, zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -118,7 +118,8 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE
     fresh = [buffer for buffer in buffers if not buffer.agreed]
     for mesh in dict.fromkeys(buffer.mesh for buffer in fresh):
         members = [buffer for buffer in fresh if buffer.mesh == mesh]
-        lines = [line for each in members for line in each.describe()]
+        params, layouts = zip(*(each.describe() for each in members), strict=True)
+        lines = [*sorted(chain.from_iterable(params)), *chain.from_iterable(layouts)]  # the most telling first
         agree(mesh, "sharded model", lines, deadline_s=deadline_s)
         if any(buffer.replicas is not None for buffer in members):
             sums = [f"unit {each.name}: checksum of this shard {each.checksum()}" for each in members]
@@ -292,10 +293,7 @@ class _Exchange:
         parts = []
         for rank in differing[:_MOST_NAMED]:
             lines = json.loads(self._read(f"lines/{rank}", grace_s=20.0) or "[]")
-            mine, theirs = next(
-                (pair for pair in itertools.zip_longest(lines, reference) if pair[0] != pair[1]),
-                ("?", "?"),
-            )
+            mine, theirs = _first_difference(lines, reference)
             parts.append(f"rank {rank} has {mine or 'nothing'!r} where rank {like} has {theirs or 'nothing'!r}")
         verb = "differs" if len(differing) == 1 else "differ"
         return f"{_some(differing)} {verb} from the others: {'; '.join(parts)}. {self.remedy}"
@@ -317,6 +315,20 @@ class _Exchange:
                 raise
             return False
         return True
+
+
+def _first_difference(lines: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
+    """The first lines that differ; an empty one for what only one of the two has anything of, by the part before the
+    colon."""
+    differing = (pair for pair in zip_longest(lines, others, fillvalue="") if pair[0] != pair[1])
+    line, other = next(differing, ("?", "?"))
+    if not _has(others, line):
+        return line, ""
+    return ("", other) if not _has(lines, other) else (line, other)
+
+
+def _has(lines: Sequence[str], line: str) -> bool:
+    return any(each.partition(": ")[0] == line.partition(": ")[0] for each in lines)
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:

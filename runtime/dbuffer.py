@@ -245,17 +245,17 @@ class DBuffer:
         """Whether its parameters have gradients."""
         return any(param.requires_grad for param in self.params)
 
-    def describe(self) -> list[str]:
-        """Lines that must be equal on every rank of the mesh, the most telling first."""
-        head = (
+    def describe(self) -> tuple[list[str], list[str]]:
+        """Lines that must be equal on every rank of the mesh: of the parameters, and of how they lie and travel."""
+        params = [
+            f"parameter {slot.name}: shape {slot.shape}, requires_grad={param.requires_grad}"
+            for slot, param in zip(self.slots, self.params, strict=True)
+        ]
+        unit = (
             f"unit {self.name}: {len(self.slots)} parameters, {self.shard.dtype} on {self.shard.device.type}, "
             f"shard of {self.shard.numel()} elements, mesh {tuple(self.mesh.shape)}, {self.policy}"
         )
-        params = (
-            f"parameter {slot.name}: shape {slot.shape}, at {slot.offset}, requires_grad={param.requires_grad}"
-            for slot, param in zip(self.slots, self.params, strict=True)
-        )
-        return [head, *params]
+        return params, [unit, *(f"place of {slot.name}: {slot.offset} in unit {self.name}" for slot in self.slots)]
 
     def checksum(self) -> int:
         """A number that equal shards have in common, exact and independent of the order of summation; 0 on meta."""

@@ -136,4 +136,4 @@ def _alike(captured: Capture) -> list[str]:
     """What ranks compare: the options that schedules depend on, and the collectives."""
     context = captured.context
     lines = [f"{part.value}: {line}" for part, lines in context.collectives.items() for line in lines]
-    return [f"options {context.options}", *lines]
+    return [f"options: {context.options}", *lines]
