@@ -322,9 +322,9 @@ def _first_difference(lines: Sequence[str], others: Sequence[str]) -> tuple[str,
     colon."""
     differing = (pair for pair in zip_longest(lines, others, fillvalue="") if pair[0] != pair[1])
     line, other = next(differing, ("?", "?"))
-    if not _has(others, line):
+    if line and not _has(others, line):
         return line, ""
-    return ("", other) if not _has(lines, other) else (line, other)
+    return ("", other) if other and not _has(lines, other) else (line, other)
 
 
 def _has(lines: Sequence[str], line: str) -> bool:

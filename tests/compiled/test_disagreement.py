@@ -59,11 +59,17 @@ class Longer(models.Uneven):
         super().__init__(layers=3)
 
 
+class Shorter(models.Uneven):
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+
+
 DIFFERENCES = {
     Wider: r"'parameter layers\.1\.down\.weight: shape \(13, 9\), .* rank 0 has '.*down\.weight: shape \(13, 7\)",
     Swapped: r"'place of layers\.0\.\S+: \d+ in unit layers\.0' where rank 0 has 'place of layers\.0\.",
     FrozenPart: r"'parameter head\.bias: .*=False' where rank 0 has 'parameter head\.bias: .*=True",
     Longer: r"'parameter layers\.2\.\S+: .*' where rank 0 has 'nothing'",
+    Shorter: r"'nothing' where rank 0 has 'parameter layers\.1\.",
 }
 
 
