@@ -121,6 +121,7 @@ def trained(
     replicas: int = 1,
     optimizer: str = "AdamW",
     scaled: bool = False,
+    own_kernels: bool = False,
     **options: object,
 ) -> Trained:
     """Rank 0 of some that train for three steps."""
@@ -130,6 +131,7 @@ def trained(
         "replicas": replicas,
         "optimizer": optimizer,
         "scaled": scaled,
+        "own_kernels": own_kernels,
         "options": options,
     }
     said = python(environment, TRAIN, str(RANKS * replicas), str(folder), json.dumps(how)).stdout.splitlines()[-1]
@@ -163,7 +165,13 @@ def scaled_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactor
     return trained(null_gpu, tmp_path_factory.mktemp("scaled"), scaled=True)
 
 
-@pytest.fixture(params=["run", "quantized_run", "accumulating_run", "replicated_run", "scaled_run"])
+@pytest.fixture(scope="module")
+def own_kernels_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """With norms by kernels of the program's own."""
+    return trained(null_gpu, tmp_path_factory.mktemp("own_kernels"), own_kernels=True)
+
+
+@pytest.fixture(params=["run", "quantized_run", "accumulating_run", "replicated_run", "scaled_run", "own_kernels_run"])
 def each_run(request: pytest.FixtureRequest) -> Trained:
     return request.getfixturevalue(request.param)
 
@@ -209,10 +217,18 @@ def test_a_quantized_step_sends_codes(run: Trained, quantized_run: Trained) -> N
     assert received(quantized_run, "all_to_all") < 0.3 * reduced
 
 
-@pytest.mark.parametrize("name", ["run", "quantized_run", "replicated_run"])
+@pytest.mark.parametrize("name", ["run", "quantized_run", "replicated_run", "own_kernels_run"])
 def test_nothing_is_copied_from_one_place_on_the_gpu_to_another(name: str, request: pytest.FixtureRequest) -> None:
     each_run = request.getfixturevalue(name)
     assert each_run.of("product") and not each_run.of("copy")
+
+
+def test_kernels_of_the_programs_own_are_launched_once_for_each_parameter_that_they_read(
+    own_kernels_run: Trained,
+) -> None:
+    launched = Counter(line[2] for line in own_kernels_run.of("kernel"))
+    norms = 2 * llama.SIZES["small"].layers + 1
+    assert launched["rms_norm"] == launched["rms_norm_backward"] == norms
 
 
 def test_products_of_gradients_write_the_fp32_that_is_reduced(run: Trained) -> None:
