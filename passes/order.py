@@ -86,6 +86,8 @@ def _reads_before_writes(graph: fx.Graph, slots: Slots, sharing: Sharing) -> Pai
             for slot in written:
                 writers.setdefault(slot, []).append(node)
             continue
+        if comm is not None:
+            called.clear()  # they come before it anyway
         for slot in written:
             given = sharing[slot]
             for held in given:
@@ -98,9 +100,7 @@ def _reads_before_writes(graph: fx.Graph, slots: Slots, sharing: Sharing) -> Pai
                 for held in given:
                     for reader in readers.pop(held, ()):
                         carried[reader].discard(held)
-        if comm is not None:
-            called.clear()
-        for slot in touched - written:
+        for slot in touched - written if comm is None else ():
             called.setdefault(slot, []).append(node)
     return pairs
 

@@ -31,10 +31,11 @@ def warn_of_unaveraged(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Non
     """Warns, once, of parameters that a graph trains and nothing has sharded."""
     found: list[str] = []
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        plain = isinstance(value, nn.Parameter) and not isinstance(value, DTensor)
-        if plain and value.requires_grad and hasattr(value, "_vescale_sharded"):
+        if not isinstance(value, nn.Parameter) or isinstance(value, DTensor) or not value.requires_grad:
+            continue
+        if hasattr(value, "_vescale_sharded"):
             refuse_replaced(value._vescale_sharded)
-        if plain and value.requires_grad and not hasattr(value, "_vescale_ignored") and _is_trained(placeholder):
+        if not hasattr(value, "_vescale_ignored") and _is_trained(placeholder):
             found.append(f"{_name_of(placeholder)} {tuple(value.shape)}")
     if found:
         _warn(tuple(found))

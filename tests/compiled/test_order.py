@@ -60,15 +60,23 @@ def test_rows_are_added_up_in_a_slot_when_what_it_held_before_was_read():
     assert (read, added) in ordered_nodes(graph.graph)
 
 
+def overlapping(graph: Graph) -> list[fx.Node]:
+    """Buffers for the parameters of two units, in slots that have some memory in common."""
+    return [graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2)]
+
+
+def launch_of_second(graph: Graph) -> fx.Node:
+    return next(node for node in graph.graph.nodes if (comm := comm_of(node)) and comm.unit == 1)
+
+
 def test_what_is_read_of_a_slot_is_read_before_a_part_of_its_memory_is_gathered_into():
     graph = Graph()
-    first, second = (graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2))
+    first, second = overlapping(graph)
     read = graph.read(graph.gather(first))
     graph.launch_gather(second)
     graph.wait_gather(second)
     graph.graph.output((read, graph.read(second)))
-    launch = next(node for node in graph.graph.nodes if (comm := comm_of(node)) and comm.unit == 1)
-    assert (read, launch) in ordered_nodes(graph.graph)
+    assert (read, launch_of_second(graph)) in ordered_nodes(graph.graph)
 
 
 def test_generated_code_writes_gradients_when_the_reduction_of_others_in_their_memory_is_over():
@@ -84,14 +92,13 @@ def test_generated_code_writes_gradients_when_the_reduction_of_others_in_their_m
 def test_a_kernel_of_the_programs_own_reads_a_slot_before_its_memory_is_gathered_into():
     """Such a kernel has no result that others use."""
     graph = Graph()
-    first, second = (graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2))
+    first, second = overlapping(graph)
     out = graph.call(torch.ops.aten.empty.memory_format, [8])
     kernel = graph.call(triton_kernel_wrapper_mutation, kwargs={"weight": graph.gather(first), "out": out})
     graph.launch_gather(second)
     graph.wait_gather(second)
     graph.graph.output((out, graph.read(second)))
-    launch = next(node for node in graph.graph.nodes if (comm := comm_of(node)) and comm.unit == 1)
-    assert (kernel, launch) in ordered_nodes(graph.graph)
+    assert (kernel, launch_of_second(graph)) in ordered_nodes(graph.graph)
 
 
 @torch.library.custom_op("tests::scale_into", mutates_args={"out"})
@@ -102,7 +109,7 @@ def scale_into(x: Tensor, scale: Tensor, out: Tensor) -> None:
 def test_a_librarys_operator_reads_a_slot_before_another_writes_its_memory_between_the_same_collectives():
     """As parameters are dequantized."""
     graph = Graph()
-    first, second = (graph.buffer(unit=unit, slot=graph.slot_at(f"slot_{unit}", 16 * unit)) for unit in range(2))
+    first, second = overlapping(graph)
     gathered = graph.gather(first)
     read = graph.call(torch.ops.aten.mv.default, gathered, gathered)
     written = graph.call(torch.ops.tests.scale_into.default, read, read, second)

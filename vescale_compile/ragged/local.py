@@ -23,9 +23,7 @@ def refuse(func: OpOverload, tensor: RaggedDTensor, reason: str) -> NoReturn:
     raise RaggedShardError(f"{func} on {tensor!r}: {reason}. {_way_out(inspect.currentframe())}")
 
 
-_NOT_ELEMENTWISE = tuple(
-    vars(torch.optim)[name] for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name)
-)
+_NOT_ELEMENTWISE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 
 def _way_out(frame: FrameType | None) -> str:
