@@ -5,16 +5,17 @@ computes it, and that is told to write into the gradient's place:
 
 - matrix products, by ``vescale::matmul_into``; a sum of products (a weight used several times) accumulates there,
 - embeddings, as zeros and an accumulating ``index_put_``, or, on CPUs, by ``vescale::embedding_into``,
-- what Inductor generates code for, by ``copy_``, which it fuses into the kernel as its store,
+- sums (of biases and norms) that Inductor generates code for, by ``vescale::sum_into``,
+- what else it generates code for, by ``copy_``, which it fuses into the kernel as its store,
 - with eager lowering, any operator that has an ``out=`` form, by that,
 - each part of a concatenation, of a parameter that the program splits, by whatever computes it.
 
 What remains is copied, once, and recorded: gradients that something else reads too, that are inputs of the graph,
 or that operators compute which can't be told where to write (convolutions, attention); products whose place is not
 aligned, where libraries are slower and round otherwise; what is only moved (of a parameter that the program slices);
-and sums (of biases and norms), which Inductor's kernels store before they place them. A gradient of another dtype than
-the reduction's is cast on the way; an embedding's rows in bf16, which Inductor adds up in fp32, stay in fp32 if that is
-what is reduced, and so do products on NVIDIA's GPUs.
+and other reductions (a mean, a maximum, a sum in fp32 that is reduced in bf16), which Inductor's kernels store before
+they place them. A gradient of another dtype than the reduction's is cast on the way; sums and an embedding's rows in
+bf16, which Inductor adds up in fp32, stay in fp32 if that is what is reduced, and so do products on NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from .moves import CASTS, moves
 from .places import Place
 
 _aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+_SUM = _aten.sum.dim_IntList
 _MATMULS = (_aten.mm.default, _aten.bmm.default)
 _SCATTERS = (_aten.index_put.default, _aten._unsafe_index_put.default)
 _MASKED_SCATTER = _aten._unsafe_masked_index_put_accumulate.default
@@ -105,6 +108,9 @@ class _Sinking:
             if not place.aligned:
                 return self._copy(value, place, "its place is not aligned to 16 bytes")
             return self._insert_and_drop(value, ops.matmul_into, place, *value.args, False)
+        if value.target is _SUM and value.args[1] and self.context.lowering is Lowering.INDUCTOR:
+            source, dims, keepdim = (*value.args, False)[:3]
+            return self._insert_and_drop(value, ops.sum_into, place, source, dims, keepdim)
         on_gpu = place.buffer.meta["val"].device.type == "cuda"  # where rows can only be added up in any order
         if value.target is _aten.embedding_dense_backward.default and not value.args[4] and not on_gpu:
             grad, indices, _, padding, _ = value.args
@@ -135,11 +141,11 @@ class _Sinking:
         return self.context.lowering is Lowering.INDUCTOR and not emulates_precision_casts()
 
     def _gives_its_sums(self, value: fx.Node, place: Place) -> bool:
-        """Whether a matrix product of half precision can be had as the fp32 that it is summed up in."""
+        """Whether a sum or matrix product of half precision can be had as the fp32 that it is summed up in."""
         result, wanted = value_of(value), place.layout
-        if value.target not in _MATMULS or result is None or result.dtype not in (torch.bfloat16, torch.float16):
+        if value.target not in (*_MATMULS, _SUM) or result is None or result.dtype not in _HALF:
             return False
-        given = self._leaves_out_rounding and self.context.float32_products
+        given = self._leaves_out_rounding and (value.target is _SUM or self.context.float32_products)
         return given and wanted.dtype == torch.float32 and result.shape == wanted.shape
 
     def _write_parts(self, whole: fx.Node, place: Place) -> int | None:

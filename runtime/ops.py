@@ -7,9 +7,10 @@ one, and says which unit it belongs to. Called directly they do what they say, o
 In the partitioned graphs a collective is a launch into a buffer and a wait, which return nothing:
 ``vescale::start_all_gather``, ``vescale::wait_all_gather``, ``vescale::start_reduce_scatter`` and
 ``vescale::wait_reduce_scatter``. A launch ``with_next`` shares a collective with the launch behind it. Gradients are
-written where they will be reduced, by ``vescale::matmul_into``, ``vescale::embedding_into`` and PyTorch's own
-operators. The operators of quantized communication are in ``quantized_ops.py``, those of a gather that crosses from the
-forward to the backward in ``crossing.py``, and those of reductions that outlast the backward in ``leaving.py``.
+written where they will be reduced, by ``vescale::matmul_into``, ``vescale::embedding_into``, ``vescale::sum_into`` and
+PyTorch's own operators. The operators of quantized communication are in ``quantized_ops.py``, those of a gather that
+crosses from the forward to the backward in ``crossing.py``, and those of reductions that outlast the backward in
+``leaving.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_internals import generate_sums_into
 from .collectives import Nothing, Pending, checked_for_nan, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
@@ -205,6 +207,11 @@ def _embedding_into(out: Tensor, grad: Tensor, indices: Tensor, padding_idx: int
     out.index_add_(0, rows, grads)
 
 
+def _sum_into(out: Tensor, value: Tensor, dims: list[int], keepdim: bool) -> None:
+    """``out = value.sum(dims, keepdim, dtype=out.dtype)``"""
+    torch.sum(value, dims, keepdim, dtype=out.dtype, out=out)
+
+
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
     """Defines an operator in the ``vescale`` namespace; without ``fake`` it returns nothing."""
     # flexible_layout: Inductor need not copy an operand to give it the strides it had while tracing.
@@ -261,6 +268,7 @@ define(
 define("wait_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit) -> ()", _wait_reduce)
 define("matmul_into(Tensor(a!) out, Tensor a, Tensor b, bool accumulate) -> ()", _matmul_into)
 define("embedding_into(Tensor(a!) out, Tensor grad, Tensor indices, int padding_idx) -> ()", _embedding_into)
+define("sum_into(Tensor(a!) out, Tensor value, int[] dims, bool keepdim) -> ()", _sum_into)
 
 all_gather = torch.ops.vescale.all_gather.default
 pack = torch.ops.vescale.pack.default
@@ -271,3 +279,5 @@ start_reduce_scatter = torch.ops.vescale.start_reduce_scatter.default
 wait_reduce_scatter = torch.ops.vescale.wait_reduce_scatter.default
 matmul_into = torch.ops.vescale.matmul_into.default
 embedding_into = torch.ops.vescale.embedding_into.default
+sum_into = torch.ops.vescale.sum_into.default
+generate_sums_into(sum_into)

@@ -24,6 +24,7 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor import compile_fx as _compile_fx
+from torch._inductor import ir as _ir
 from torch._inductor import lowering as _lowering
 from torch._inductor.async_compile import AsyncCompile as _AsyncCompile
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen as _PythonWrapper
@@ -353,6 +354,19 @@ def generates_code_for(target: Any) -> bool:
     if not isinstance(target, OpOverload) or target in _lowering.fallbacks:
         return False
     return target in _lowering.lowerings and target.overloadpacket.__name__ not in _EXTERN_KERNELS
+
+
+def generate_sums_into(operator: OpOverload) -> None:
+    """Has Inductor generate the kernel of ``operator(out, value, dims, keepdim)``, which stores the sum in ``out``.
+
+    For a ``copy_`` of a sum it would store the sum, and read it again to store it where it belongs.
+    """
+
+    def lower(out: Any, value: Any, dims: Sequence[int], keepdim: bool) -> None:
+        total = _lowering.lowerings[torch.ops.aten.sum.dim_IntList](value, dims, keepdim, dtype=out.get_dtype())
+        _ir.MutationLayoutSHOULDREMOVE.realize_into(total, out, unsafe_alias=True)  # safe: nothing else reads it
+
+    _lowering.register_lowering(operator, type_promotion_kind=None)(lower)
 
 
 def store_as_computed(graph: fx.Graph, bases: Mapping[fx.Node, fx.Node]) -> None:

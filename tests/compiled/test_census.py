@@ -70,6 +70,23 @@ class Reused(nn.Module):
         return F.cross_entropy((h @ self.table.weight.t()).flatten(0, 1), labels.flatten())
 
 
+class Generated(nn.Module):
+    """Gradients that generated kernels compute, as sums or element by element, and of a matrix used three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.places = nn.Parameter(torch.ones(2, 12, 8))
+        self.norm, self.shift = nn.LayerNorm(8), nn.Parameter(torch.zeros(12, 1))
+        self.mix = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = self.norm(self.table(tokens) * self.places) + self.shift
+        for _ in range(3):
+            h = h + torch.tanh(h @ self.mix)
+        return F.cross_entropy(h.repeat(1, 1, 2).flatten(0, 1), labels.flatten())
+
+
 def uneven_llama() -> nn.Module:
     """One layer in fp32, of a model in bf16; sizes that leave places of parameters unaligned."""
     model = Llama(LlamaConfig(layers=1, dim=30, heads=3, kv_heads=1, hidden_dim=43, vocab_size=61))
@@ -120,6 +137,7 @@ def total(census: Counter[step_census.Key], *kinds: Kind) -> int:
         (Padded, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY}),
         (Joined, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY, Kind.CONCATENATION}),
         (Reused, 16, "inductor", {}, {Kind.COPY_IN}),
+        (Generated, 16, "inductor", {}, {Kind.COPY_IN}),
         (uneven_llama, 61, "inductor", {"mp_policy": BF16}, {Kind.COPY_IN, Kind.CAST, Kind.COPY}),
     ],
 )

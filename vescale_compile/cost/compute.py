@@ -30,7 +30,7 @@ _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.ga
 # Operators, besides those tagged as pointwise, for which Inductor generates kernels.
 _COPIES = {"convert_element_type", "_to_copy", "clone", "copy", "copy_", "cat", "constant_pad_nd", "where"}
 _FILLS = {"arange", "iota", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor"}
-_REDUCTIONS = {"sum", "mean", "var_mean", "prod", "any", "max", "min", "amax", "amin", "argmax", "cumsum"}
+_REDUCTIONS = {"sum", "sum_into", "mean", "var_mean", "prod", "any", "max", "min", "amax", "amin", "argmax", "cumsum"}
 _SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
 _GENERATED = _COPIES | _FILLS | _REDUCTIONS | _SOFTMAX
 
