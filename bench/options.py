@@ -82,12 +82,17 @@ def check_picture(parser: argparse.ArgumentParser, option: str, path: Path | Non
         parser.error(f"{option}: needs matplotlib; pip install 'vescale-compile[plot]'")
 
 
+# Variables that change what is measured.
+_SETTINGS = ("GLOO_", "MALLOC_", "MKL_", "NCCL_", "OMP_")
+
+
 def write_record(path: Path, measured: dict[str, Any]) -> None:
     """Writes figures as JSON, after the date, the command, the versions and the machine that they are of."""
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
         "machine": {"platform": platform.platform(), "cpus": len(os.sched_getaffinity(0))},
         **measured,
     }

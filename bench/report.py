@@ -134,9 +134,9 @@ def _cells(result: Result, ours: Result | None, fastest: bool) -> list[str]:
         f"{max(memory.peak_of_steps - memory.baseline for memory in result.memory) / MB:.0f}",
         f"{profile.tensor_peak / MB:.0f}",
         "-" if result.planned_bytes is None else f"{result.planned_bytes / MB:.0f}",
-        f"{profile.copies.copied_bytes / MB:.1f}",
-        f"{profile.copies.copy_in_bytes / MB:.1f}",
-        f"{profile.copies.cast_bytes / MB:.1f}",
+        _moved(profile.copies.copied_bytes),
+        _moved(profile.copies.copy_in_bytes),
+        _moved(profile.copies.cast_bytes),
         f"{sum(kind.sent_bytes for kind in traffic.values()) / MB:.1f}",
         " + ".join(f"{traffic[kind].calls} {SHORT.get(kind, kind)}" for kind in traffic if kind != "receive") or "none",
         "-" if profile.device_kernels is None else str(profile.device_kernels),
@@ -145,6 +145,11 @@ def _cells(result: Result, ours: Result | None, fastest: bool) -> list[str]:
         f"{result.final_loss:.6f}",
         f"{result.gradient_norm:.5f}",
     ]
+
+
+def _moved(nbytes: int) -> str:
+    """Megabytes; only what is none reads 0."""
+    return f"{nbytes / MB:.1f}" if not 0 < nbytes < MB / 20 else "< 0.1"
 
 
 def row(cells: Sequence[str]) -> str:

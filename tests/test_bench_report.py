@@ -21,8 +21,10 @@ from workload import Policy
 MB = 10**6
 
 
-def measured(system: str, policy: Policy = Policy.KEEP, seconds: float = 1.0, loss: float = 1.0) -> Result:
-    copies = Copies(copied_bytes=7 * MB, copy_in_bytes=3 * MB, cast_bytes=2 * MB)
+def measured(
+    system: str, policy: Policy = Policy.KEEP, seconds: float = 1.0, loss: float = 1.0, copied: int = 7 * MB
+) -> Result:
+    copies = Copies(copied_bytes=copied, copy_in_bytes=3 * MB, cast_bytes=2 * MB)
     return Result(
         system,
         policy,
@@ -125,6 +127,12 @@ def test_figures_stand_in_their_columns() -> None:
         "warm s": "2.0",
     }
     assert {heading: row[heading] for heading in expected} == expected
+
+
+@pytest.mark.parametrize(("copied", "shown"), [(0, "0.0"), (1, "< 0.1"), (49_999, "< 0.1"), (60_000, "0.1")])
+def test_only_what_copies_nothing_is_said_to(copied: int, shown: str) -> None:
+    (row,) = rows([measured("vescale", copied=copied)])
+    assert row["copied MB"] == shown
 
 
 def test_a_bar_for_each_system_has_the_length_of_its_figure(tmp_path: Path) -> None:
