@@ -186,6 +186,16 @@ def test_generated_code_computes_the_same_products_between_a_launch_and_its_wait
         assert between_collectives(graph.calls_in_code) == between_collectives(graph.calls)
 
 
+def test_what_crosses_to_the_backward_is_launched_before_the_head_and_the_loss_are_computed():
+    forward, _ = language_model()
+    operators = [call.operator for call in forward.calls_in_code]
+    after = operators[operators.index("carry_all_gather") + 1 :]
+    assert after and all(re.fullmatch(PRODUCTS, operator) for operator in after)
+    kernels = re.findall(r"^ +(cpp_fused\w*|torch\.ops\.vescale\.carry_all_gather)", forward.code, re.MULTILINE)
+    loss = [place for place, kernel in enumerate(kernels) if "nll_loss" in kernel]
+    assert loss and min(loss) > kernels.index("torch.ops.vescale.carry_all_gather")
+
+
 def test_generated_code_touches_no_slot_while_it_is_gathered_into():
     """What reads a unit's last parameters is fused with later kernels, and must not move behind the next launch."""
     launches = 0

@@ -20,6 +20,7 @@ from vescale_compile.examples.llama import SIZES, Llama
 from vescale_compile.local_ranks import start_local_ranks
 from vescale_compile.optim.adamw8bit_kernel import Codebooks
 from vescale_compile.optim.gradients import UnusableGradients
+from vescale_compile.report import Report
 
 STEPS = 3
 QUANTIZED = {"quantize": vc.BlockFP8((64, 64)), "quantize_gradients": vc.BlockInt8(256)}
@@ -70,8 +71,21 @@ def train(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     planned = max(graph.peak_bytes for graph in report.graphs)
     found = counters["aot_autograd"]["autograd_cache_hit"]
     if rank == 0:
-        print(json.dumps({"peak": peak, "planned": planned, "states": states, "units": units, "found": found}))
+        told = {"peak": peak, "planned": planned, "states": states, "units": units, "found": found}
+        print(json.dumps(told | {"launches": _launches(report)}))
     dist.destroy_process_group()
+
+
+def _launches(report: Report) -> list[tuple[str, int]]:
+    """The collectives of a step in the order of its schedule: each one's kind, and the elements of a shard."""
+    found = []
+    for graph in report.graphs:
+        shards = {unit.name: unit.shard_bytes // torch.float32.itemsize for unit in graph.units}
+        for event in (event for part in graph.parts.values() for event in part.schedule):
+            verb, kind, _, unit = event.removesuffix(", with the next").split(" ", 3)
+            if verb in ("launch", "carry"):
+                found.append((kind, shards[unit]))
+    return found
 
 
 def _layout(how: dict[str, Any], world_size: int) -> dict[str, Any]:
