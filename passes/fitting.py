@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..schedule import Scheduled, TaskGraph, find_schedule, lower_bound
 
@@ -13,6 +14,7 @@ _ROUNDING = 1 + 1e-9  # sums in another order differ in their last digits
 _CLOSE = 1 / 16  # of the budget's room, between one that fits and one that does not
 _NEAR = 1.05  # times the bound: what takes no longer is not worth more memory
 _MORE = (2, 4)  # times the budget's room, for what is far from the bound
+_BETWEEN = 8  # attempts, for such, at less memory for as much time
 
 Planned = tuple[Scheduled, int]
 """A schedule, and the bytes that the step takes with it."""
@@ -36,7 +38,7 @@ class Fitting:
 
     def fastest(self) -> Planned:
         """The fastest found that fits in the budget; if none does, the last that was tried."""
-        return self._fastest_of(self._attempts())
+        return self._fastest_of(list(self._attempts().values()))
 
     def worth_most(self, there_are: float) -> Planned:
         """The fastest found, if it fits in the budget and is near the bound. If not, the one whose time and memory have
@@ -44,27 +46,41 @@ class Fitting:
         time, as far as ``there_are`` as many bytes."""
         bound = lower_bound(self.tasks).makespan
         tried = self._attempts()
-        fitting = self._fastest_of(tried)
+        fitting = self._fastest_of(list(tried.values()))
         if fitting[1] <= self.budget and _seconds(fitting) <= bound * _NEAR:
             return fitting
         for times in _MORE:
-            tried.append(self._planned(self.least + times * max(self.budget - self.least, 0)))
-            if _seconds(tried[-1]) <= bound * _NEAR:
+            limit = self.least + times * max(self.budget - self.least, 0)
+            tried[limit] = self._planned(limit)
+            if _seconds(tried[limit]) <= bound * _NEAR:
                 break
-        affordable = [each for each in tried if each[1] <= max(there_are, fitting[1])]
-        return min(affordable, key=lambda each: _seconds(each) * each[1])
+        self._look_between(tried)
+        affordable = [each for each in tried.values() if each[1] <= max(there_are, fitting[1])]
+        return min(affordable, key=_cost)
 
-    def _attempts(self) -> list[Planned]:
-        """Schedules on the way to the fastest that fits.
+    def _look_between(self, tried: dict[int, Planned]) -> None:
+        """Adds schedules with limits between two that were tried. How well slots fill what they take differs from limit
+        to limit, so one in between may be as fast as with the larger, in little more than the smaller."""
+        close = _CLOSE * (self.budget - self.least)
+        for _ in range(_BETWEEN):
+            apart = [(low, high) for low, high in pairwise(sorted(tried)) if high - low > close]
+            hopes = [(_seconds(tried[high]) * low, low, high) for low, high in apart]
+            hope, low, high = min(hopes, default=(math.inf, 0, 0))
+            if hope * _NEAR > min(map(_cost, tried.values())):
+                return
+            middle = (low + high) // 2
+            tried[middle] = self._planned(middle)
+
+    def _attempts(self) -> dict[int, Planned]:
+        """Schedules on the way to the fastest that fits, by the bytes that each was limited to.
 
         Slots are never as full as they are large: where they exceed the budget, the schedule gets less, and then again
         more, halfway to what exceeded it, until one is as fast as with all of the budget."""
         low, high = self.least, max(self.budget, self.least)
         limit, fastest, best = high, math.inf, math.inf
-        tried: list[Planned] = []
+        tried: dict[int, Planned] = {}
         for _ in range(_ATTEMPTS):
-            found, planned = self._planned(limit)
-            tried.append((found, planned))
+            found, planned = tried[limit] = self._planned(limit)
             fastest = min(fastest, found.timeline.makespan)
             if planned <= self.budget:
                 best = min(best, found.timeline.makespan)
@@ -84,6 +100,11 @@ class Fitting:
     def _planned(self, limit: int) -> Planned:
         found = find_schedule(self.tasks, limit)
         return found, self.planned_with(found)
+
+
+def _cost(each: Planned) -> float:
+    """Time times memory."""
+    return _seconds(each) * each[1]
 
 
 def _seconds(each: Planned) -> float:

@@ -44,6 +44,17 @@ def test_without_a_budget_more_memory_is_taken_for_more_of_the_time_as_far_as_th
     assert best.limit == taken
 
 
+def test_as_little_memory_as_is_as_fast_is_looked_for_between_two_limits(monkeypatch):
+    def found(tasks, limit):
+        makespan = 1.4 if limit >= 1300 else 3.0
+        return SimpleNamespace(limit=limit, timeline=SimpleNamespace(makespan=makespan, peak_bytes=limit))
+
+    monkeypatch.setattr(fitting, "find_schedule", found)
+    monkeypatch.setattr(fitting, "lower_bound", lambda tasks: SimpleNamespace(makespan=1.0))
+    best, _ = Fitting(None, 1000, 0, lambda schedule: schedule.limit).worth_most(9000)
+    assert 1300 <= best.limit < 1300 * 1.05
+
+
 def test_slots_may_exceed_what_overlap_is_to_take_if_that_saves_more_of_the_time_than_it_takes_of_the_memory(
     monkeypatch,
 ):
