@@ -1,0 +1,140 @@
+"""Predicted steps of published models, and what no schedule of them can beat: ``python bench/published.py``.
+
+Hugging Face's Llama-3-70B, GPT-OSS-120B and DeepSeek-V3 are sharded and compiled as they are for each number of GPUs,
+from their shapes alone (``vescale_compile.simulate``): bf16 gathers, fp32 reductions, the activations of every layer
+checkpointed, one sequence a rank. Nothing is measured but how long that takes; the times are the cost model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from options import check_folder, count, some_of, write_record
+from report import row
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import vescale_compile as vc
+from vescale_compile.cost import PRESETS
+
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3-70b": (
+        "LlamaConfig",
+        {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192},
+    ),
+    "gpt-oss-120b": ("GptOssConfig", {"num_hidden_layers": 36, "num_local_experts": 128}),
+    "deepseek-v3": ("DeepseekV3Config", {}),
+}
+_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_HEADINGS = ("model", "GPUs", "step ms", "lower bound ms", "÷", "computation", "communication", "exposed", "memory GB")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A predicted step, seconds and bytes; ``compiling`` is measured."""
+
+    model: str
+    world_size: int
+    step: float
+    bound: float
+    computation: float
+    communication: float
+    exposed: float
+    peak: int
+    compiling: float
+
+
+def main() -> int:
+    """Prints the table."""
+    args = _arguments()
+    cells = []
+    for name in args.models:
+        for world_size in args.worlds:
+            cells.append(predicted(name, world_size, args.cluster, args.seq, args.layers))
+            print(f"{name}, {world_size} GPUs: {cells[-1].compiling:.0f} s", file=sys.stderr, flush=True)
+    print(table(cells))
+    if args.json is not None:
+        write_record(args.json, {"cluster": args.cluster, "seq": args.seq, "cells": [asdict(cell) for cell in cells]})
+    return 0
+
+
+def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | None) -> Cell:
+    """The step of a rank."""
+    tokens = torch.empty(1, seq, dtype=torch.int64, device="meta")
+    start = time.perf_counter()
+    found = vc.simulate(
+        build(name, layers),
+        input_ids=tokens,
+        labels=tokens,
+        cluster=cluster,
+        world_size=world_size,
+        shard=lambda module: vc.fully_shard(module, mp_policy=_POLICY),
+    )
+    return Cell(
+        name,
+        world_size,
+        found.step_seconds,
+        found.least_seconds,
+        found.compute_seconds,
+        found.communication_seconds,
+        found.exposed_seconds,
+        found.peak_bytes,
+        time.perf_counter() - start,
+    )
+
+
+def build(name: str, layers: int | None) -> nn.Module:
+    """A model's shapes, of all its layers or of the first ``layers``."""
+    transformers = importlib.import_module("transformers")
+    kind, options = _CONFIGS[name]
+    if layers is not None:
+        options = options | {"num_hidden_layers": layers}
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, kind)(use_cache=False, **options), dtype=torch.float32
+        )
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown, a line for each step."""
+    lines = [row(_HEADINGS), row(["---", *["---:"] * (len(_HEADINGS) - 1)])]
+    for cell in cells:
+        times = (cell.computation, cell.communication, cell.exposed)
+        figures = [f"{1e3 * cell.step:.0f}", f"{1e3 * cell.bound:.0f}", f"{cell.step / cell.bound:.3f}"]
+        figures += [f"{1e3 * seconds:.0f}" for seconds in times] + [f"{cell.peak / 1e9:.1f}"]
+        lines.append(row([cell.model, str(cell.world_size), *figures]))
+    return "\n".join(lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(_CONFIGS)
+    parser.add_argument("--models", type=some_of("model", names), default=names, metavar="NAME,...", help=f"of {names}")
+    parser.add_argument("--worlds", type=_counts, default=[1024], metavar="N,...", help="GPUs (1024)")
+    parser.add_argument("--cluster", choices=list(PRESETS), default="h100", help="(%(default)s)")
+    parser.add_argument("--seq", type=count, default=8192, metavar="N", help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--layers", type=count, metavar="N", help="of each model (all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    args = parser.parse_args()
+    check_folder(parser, "--json", args.json)
+    return args
+
+
+def _counts(value: str) -> list[int]:
+    return [count(each) for each in value.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
