@@ -8,7 +8,6 @@ checkpointed, one sequence a rank. Nothing is measured but how long that takes; 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -21,18 +20,26 @@ from options import check_folder, count, some_of, write_record
 from report import row
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import vescale_compile as vc
 from vescale_compile.cost import PRESETS
+from vescale_compile.simulate_command import Row
 
-_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-3-70b": (
-        "LlamaConfig",
-        {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
-        | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192},
-    ),
-    "gpt-oss-120b": ("GptOssConfig", {"num_hidden_layers": 36, "num_local_experts": 128}),
-    "deepseek-v3": ("DeepseekV3Config", {}),
+# As Hugging Face's config.json has them; what is left out is transformers' default.
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3-70b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "gpt-oss-120b": {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 128},
+    "deepseek-v3": {"model_type": "deepseek_v3"},
 }
 _POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _HEADINGS = ("model", "GPUs", "step ms", "lower bound ms", "÷", "computation", "communication", "exposed", "memory GB")
@@ -40,16 +47,11 @@ _HEADINGS = ("model", "GPUs", "step ms", "lower bound ms", "÷", "computation", 
 
 @dataclass(frozen=True)
 class Cell:
-    """A predicted step, seconds and bytes; ``compiling`` is measured."""
+    """A predicted step; ``compiling`` is measured, seconds."""
 
     model: str
     world_size: int
-    step: float
-    bound: float
-    computation: float
-    communication: float
-    exposed: float
-    peak: int
+    predicted: Row
     compiling: float
 
 
@@ -79,29 +81,15 @@ def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | 
         world_size=world_size,
         shard=lambda module: vc.fully_shard(module, mp_policy=_POLICY),
     )
-    return Cell(
-        name,
-        world_size,
-        found.step_seconds,
-        found.least_seconds,
-        found.compute_seconds,
-        found.communication_seconds,
-        found.exposed_seconds,
-        found.peak_bytes,
-        time.perf_counter() - start,
-    )
+    return Cell(name, world_size, Row.of(found, None), time.perf_counter() - start)
 
 
 def build(name: str, layers: int | None) -> nn.Module:
     """A model's shapes, of all its layers or of the first ``layers``."""
-    transformers = importlib.import_module("transformers")
-    kind, options = _CONFIGS[name]
-    if layers is not None:
-        options = options | {"num_hidden_layers": layers}
+    depth = {} if layers is None else {"num_hidden_layers": layers}
+    config = AutoConfig.for_model(**_CONFIGS[name] | depth, use_cache=False)
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, kind)(use_cache=False, **options), dtype=torch.float32
-        )
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -111,17 +99,23 @@ def table(cells: Sequence[Cell]) -> str:
     """Markdown, a line for each step."""
     lines = [row(_HEADINGS), row(["---", *["---:"] * (len(_HEADINGS) - 1)])]
     for cell in cells:
-        times = (cell.computation, cell.communication, cell.exposed)
-        figures = [f"{1e3 * cell.step:.0f}", f"{1e3 * cell.bound:.0f}", f"{cell.step / cell.bound:.3f}"]
-        figures += [f"{1e3 * seconds:.0f}" for seconds in times] + [f"{cell.peak / 1e9:.1f}"]
+        found = cell.predicted
+        times = (found.compute, found.communication, found.exposed)
+        figures = [f"{1e3 * found.step:.0f}", f"{1e3 * found.least:.0f}", f"{found.step / found.least:.3f}"]
+        figures += [f"{1e3 * seconds:.0f}" for seconds in times] + [f"{found.peak / 1e9:.1f}"]
         lines.append(row([cell.model, str(cell.world_size), *figures]))
     return "\n".join(lines)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(_CONFIGS)
-    parser.add_argument("--models", type=some_of("model", names), default=names, metavar="NAME,...", help=f"of {names}")
+    parser.add_argument(
+        "--models",
+        type=some_of("model", _CONFIGS),
+        default=list(_CONFIGS),
+        metavar="NAME,...",
+        help=f"of {', '.join(_CONFIGS)} (all)",
+    )
     parser.add_argument("--worlds", type=_counts, default=[1024], metavar="N,...", help="GPUs (1024)")
     parser.add_argument("--cluster", choices=list(PRESETS), default="h100", help="(%(default)s)")
     parser.add_argument("--seq", type=count, default=8192, metavar="N", help="tokens of a sequence (%(default)s)")

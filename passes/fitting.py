@@ -38,7 +38,7 @@ class Fitting:
 
     def fastest(self) -> Planned:
         """The fastest found that fits in the budget; if none does, the last that was tried."""
-        return self._fastest_of(list(self._attempts().values()))
+        return self._fastest_of(self._attempts())
 
     def worth_most(self, there_are: float) -> Planned:
         """The fastest found, if it fits in the budget and is near the bound. If not, the one whose time and memory have
@@ -46,7 +46,7 @@ class Fitting:
         time, as far as ``there_are`` as many bytes."""
         bound = lower_bound(self.tasks).makespan
         tried = self._attempts()
-        fitting = self._fastest_of(list(tried.values()))
+        fitting = self._fastest_of(tried)
         if fitting[1] <= self.budget and _seconds(fitting) <= bound * _NEAR:
             return fitting
         for times in _MORE:
@@ -93,9 +93,9 @@ class Fitting:
             limit = (low + high) // 2 if best < math.inf else max(high - (planned - self.budget), self.least)
         return tried
 
-    def _fastest_of(self, tried: list[Planned]) -> Planned:
-        fitting = [each for each in tried if each[1] <= self.budget]
-        return min(fitting, key=_seconds, default=tried[-1])
+    def _fastest_of(self, tried: dict[int, Planned]) -> Planned:
+        fitting = [each for each in tried.values() if each[1] <= self.budget]
+        return min(fitting, key=_seconds, default=[*tried.values()][-1])
 
     def _planned(self, limit: int) -> Planned:
         found = find_schedule(self.tasks, limit)

@@ -45,6 +45,20 @@ class Row:
     kept: int | None
     """units that stay unsharded from forward to backward, where the schedule decides that"""
 
+    @classmethod
+    def of(cls, found: Simulation, budget: int | None) -> Row:
+        """Of a model that went through the compiler, whose report says what is kept."""
+        return cls(
+            budget,
+            found.step_seconds,
+            found.least_seconds,
+            found.compute_seconds,
+            found.communication_seconds,
+            found.exposed_seconds,
+            found.peak_bytes,
+            None,
+        )
+
 
 Predicted = Callable[[int | None], Row]
 
@@ -179,17 +193,7 @@ def _published_schedule(graph: TaskGraph, whole: int | None, budget: int | None,
 
 
 def _row(args: argparse.Namespace, cluster: Cluster, budget: int | None) -> Row:
-    found = simulated(args, cluster, budget, OPTIMIZERS[args.optim or "adamw"])
-    return Row(
-        budget,
-        found.step_seconds,
-        found.least_seconds,
-        found.compute_seconds,
-        found.communication_seconds,
-        found.exposed_seconds,
-        found.peak_bytes,
-        None,
-    )
+    return Row.of(simulated(args, cluster, budget, OPTIMIZERS[args.optim or "adamw"]), budget)
 
 
 def simulated(
