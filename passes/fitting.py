@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from ..schedule import Scheduled, TaskGraph, find_schedule, lower_bound
@@ -38,35 +40,49 @@ class Fitting:
 
     def fastest(self) -> Planned:
         """The fastest found that fits in the budget; if none does, the last that was tried."""
-        return self._fastest_of(self._attempts())
+        tried = self._attempts()
+        fitting = self._fastest_of(tried)
+        if fitting[1] > self.budget or _seconds(fitting) <= self._near:
+            return fitting
+        self._look_between(tried, lambda seconds, nbytes: seconds if nbytes <= self.budget else math.inf)
+        return self._fastest_of(tried)
 
     def worth_most(self, there_are: float) -> Planned:
         """The fastest found, if it fits in the budget and is near the bound. If not, the one whose time and memory have
         the least product, of those tried and of some that may take more: more of the memory is taken for more of the
         time, as far as ``there_are`` as many bytes."""
-        bound = lower_bound(self.tasks).makespan
         tried = self._attempts()
         fitting = self._fastest_of(tried)
-        if fitting[1] <= self.budget and _seconds(fitting) <= bound * _NEAR:
+        if fitting[1] <= self.budget and _seconds(fitting) <= self._near:
             return fitting
         for times in _MORE:
             limit = self.least + times * max(self.budget - self.least, 0)
             tried[limit] = self._planned(limit)
-            if _seconds(tried[limit]) <= bound * _NEAR:
+            if _seconds(tried[limit]) <= self._near:
                 break
-        self._look_between(tried)
+        self._look_between(tried, operator.mul)
         affordable = [each for each in tried.values() if each[1] <= max(there_are, fitting[1])]
-        return min(affordable, key=_cost)
+        return min(affordable, key=lambda each: _seconds(each) * each[1])
 
-    def _look_between(self, tried: dict[int, Planned]) -> None:
-        """Adds schedules with limits between two that were tried. How well slots fill what they take differs from limit
-        to limit, so one in between may be as fast as with the larger, in little more than the smaller."""
+    @cached_property
+    def _near(self) -> float:
+        """Seconds that are near what no schedule can beat."""
+        return lower_bound(self.tasks).makespan * _NEAR
+
+    def _look_between(self, tried: dict[int, Planned], cost: Callable[[float, int], float]) -> None:
+        """Adds schedules with limits between one that was tried and what another took. How well slots fill what they
+        take differs from limit to limit, so one in between may be as fast as the other, in little more than the limit.
+
+        Args:
+            cost: of seconds and bytes, of which the least is sought.
+        """
         close = _CLOSE * (self.budget - self.least)
         for _ in range(_BETWEEN):
-            apart = [(low, high) for low, high in pairwise(sorted(tried)) if high - low > close]
-            hopes = [(_seconds(tried[high]) * low, low, high) for low, high in apart]
+            spans = [(low, tried[high][0].timeline) for low, high in pairwise(sorted(tried))]
+            apart = [(low, found) for low, found in spans if found.peak_bytes - low > close]
+            hopes = [(cost(found.makespan, low), low, found.peak_bytes) for low, found in apart]
             hope, low, high = min(hopes, default=(math.inf, 0, 0))
-            if hope * _NEAR > min(map(_cost, tried.values())):
+            if hope * _NEAR > min(cost(_seconds(each), each[1]) for each in tried.values()):
                 return
             middle = (low + high) // 2
             tried[middle] = self._planned(middle)
@@ -100,11 +116,6 @@ class Fitting:
     def _planned(self, limit: int) -> Planned:
         found = find_schedule(self.tasks, limit)
         return found, self.planned_with(found)
-
-
-def _cost(each: Planned) -> float:
-    """Time times memory."""
-    return _seconds(each) * each[1]
 
 
 def _seconds(each: Planned) -> float:

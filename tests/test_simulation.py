@@ -181,6 +181,19 @@ def test_the_text_has_step_bound_and_memory(usual):
         assert words in text
 
 
+def test_a_step_that_lacks_memory_of_the_device_is_said_to(usual, capsys):
+    small = replace(H100, device=replace(H100.device, memory_bytes=usual.peak_bytes - 100))
+    found = replace(usual, cluster=small)
+    assert (usual.lacking_bytes, found.lacking_bytes) == (0, 100)
+    assert "too much by" in str(found) and "too much by" not in str(usual)
+    where = ("--model", "llama-3-70b", "--world", "64", "--cluster", "h100")
+    _, out, _ = command(capsys, "simulate", *where, "--budget", "40GB", "100GB")
+    assert out.count("more than a device has: the step would not run") == 0
+    where = ("--model", "tiny", "--world", "8", "--batch", "100000", "--cluster", "h100")
+    _, out, _ = command(capsys, "simulate", *where)
+    assert out.count("more than a device has: the step would not run") == 1
+
+
 def test_a_sharded_model_is_refused():
     with fake_world(8), pytest.raises(ValueError, match="simulate: the model is sharded already"):
         simulated(vc.fully_shard(Llama(LlamaConfig(layers=1, dim=16, heads=2, kv_heads=1))))

@@ -42,6 +42,8 @@ class Row:
     communication: float
     exposed: float
     peak: int
+    lacking: int
+    """of the memory of a device; 0 where the step fits"""
     kept: int | None
     """units that stay unsharded from forward to backward, where the schedule decides that"""
 
@@ -56,6 +58,7 @@ class Row:
             found.communication_seconds,
             found.exposed_seconds,
             found.peak_bytes,
+            found.lacking_bytes,
             None,
         )
 
@@ -171,6 +174,7 @@ def _published_row(args: argparse.Namespace, cluster: Cluster) -> Predicted:
             timeline.communication,
             timeline.exposed,
             timeline.peak_bytes,
+            cluster.device.lacks(timeline.peak_bytes),
             len(found.schedule.kept),
         )
 
@@ -236,6 +240,9 @@ def _print(rows: Sequence[Row]) -> None:
     for line in (headings, *cells):
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     print("\nstep and lower bound include the optimizer's step, peak the optimizer's states")
+    for row in rows:
+        if row.lacking:
+            print(f"{size_text(row.peak)} is {size_text(row.lacking)} more than a device has: the step would not run")
 
 
 def read_budget(text: str | None) -> int | None:

@@ -91,6 +91,12 @@ class Simulation:
         with graph breaks, that of its fullest graph, with what those before it keep for their backwards."""
         return max((graph.peak_bytes for graph in self.graphs), default=0) + self.state_bytes
 
+    @property
+    def lacking_bytes(self) -> int:
+        """By which the fullest moment exceeds the memory of a device; 0 where it fits, and where the device's is not
+        known. A step that lacks memory would not run."""
+        return self.cluster.device.lacks(self.peak_bytes)
+
     def _sum(self, what: str) -> float:
         return sum(getattr(part.prediction, what) for graph in self.graphs for part in graph.parts.values())
 
@@ -105,6 +111,10 @@ class Simulation:
             ("  optimizer", time_text(self.optimizer_seconds), self.optimizer.name),
             ("peak memory", size_text(self.peak_bytes), f"{size_text(self.state_bytes)} of it the optimizer's states"),
         ]
+        if self.lacking_bytes:
+            rows.append(
+                ("  too much by", size_text(self.lacking_bytes), "a device has less, so the step would not run")
+            )
         return "\n".join(
             [str(self.cluster), *(f"{what:<14} {value:>10}  {note}".rstrip() for what, value, note in rows)]
         )

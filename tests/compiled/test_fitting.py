@@ -1,5 +1,6 @@
 """Which schedule a graph gets, by its time and by the slots that it takes."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,23 @@ def test_of_the_schedules_whose_slots_fit_the_fastest_is_looked_for(monkeypatch)
         return schedule.limit + (400 if schedule.limit > 650 else 0)
 
     monkeypatch.setattr(fitting, "find_schedule", found)
+    monkeypatch.setattr(fitting, "lower_bound", lambda tasks: SimpleNamespace(makespan=-math.inf))
     best, taken = Fitting(None, 1000, 100, planned).fastest()
     assert 650 - 900 / 16 < best.limit <= 650 and taken == best.limit
+
+
+def test_within_a_budget_limits_are_tried_beyond_one_whose_slots_did_not_fit(monkeypatch):
+    def found(tasks, limit):
+        makespan = 1.4 if limit > 500 else 3.0
+        return SimpleNamespace(limit=limit, timeline=SimpleNamespace(makespan=makespan, peak_bytes=limit))
+
+    def planned(schedule):  # those around the first that is tried after the budget itself waste the most
+        return schedule.limit + (600 if 500 < schedule.limit < 700 else 400 if schedule.limit == 1000 else 0)
+
+    monkeypatch.setattr(fitting, "find_schedule", found)
+    monkeypatch.setattr(fitting, "lower_bound", lambda tasks: SimpleNamespace(makespan=1.0))
+    best, taken = Fitting(None, 1000, 0, planned).fastest()
+    assert best.timeline.makespan == 1.4 and taken <= 1000
 
 
 @pytest.mark.parametrize(

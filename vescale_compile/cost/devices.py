@@ -55,6 +55,10 @@ class Device:
         if not 0 <= self.launch_overhead < math.inf:
             raise ValueError(f"device {self.name!r}: launch_overhead is {self.launch_overhead} s; give 0 or more")
 
+    def lacks(self, nbytes: int) -> int:
+        """Bytes by which ``nbytes`` exceed its memory; 0 where they fit, and where that is not known."""
+        return 0 if self.memory_bytes is None else max(0, nbytes - self.memory_bytes)
+
     def shared(self, ranks: float) -> Device:
         """What each of several ranks has of the device when all are at work on it; it takes no less for one alone."""
         share = max(1.0, ranks)
