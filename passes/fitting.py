@@ -1,9 +1,8 @@
-"""Which of the schedules a graph gets: slots take more than what lies in them, and time is worth memory."""
+"""Which of the schedules a graph gets: slots may take more than what lies in them, and time is worth memory."""
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,6 @@ from itertools import pairwise
 from ..schedule import Scheduled, TaskGraph, find_schedule, lower_bound
 
 _ATTEMPTS = 6  # at a schedule whose slots fit
-_ROUNDING = 1 + 1e-9  # sums in another order differ in their last digits
 _CLOSE = 1 / 16  # of the budget's room, between one that fits and one that does not
 _NEAR = 1.05  # times the bound: what takes no longer is not worth more memory
 _MORE = (2, 4)  # times the budget's room, for what is far from the bound
@@ -60,9 +58,13 @@ class Fitting:
             tried[limit] = self._planned(limit)
             if _seconds(tried[limit]) <= self._near:
                 break
-        self._look_between(tried, operator.mul)
+        self._look_between(tried, self._cost)
         affordable = [each for each in tried.values() if each[1] <= max(there_are, fitting[1])]
-        return min(affordable, key=lambda each: _seconds(each) * each[1])
+        return min(affordable, key=lambda each: self._cost(_seconds(each), each[1]))
+
+    def _cost(self, seconds: float, nbytes: int) -> float:
+        """Time times memory, of which there is as much as the budget in any case."""
+        return seconds * max(nbytes, self.budget)
 
     @cached_property
     def _near(self) -> float:
@@ -88,25 +90,15 @@ class Fitting:
             tried[middle] = self._planned(middle)
 
     def _attempts(self) -> dict[int, Planned]:
-        """Schedules on the way to the fastest that fits, by the bytes that each was limited to.
-
-        Slots are never as full as they are large: where they exceed the budget, the schedule gets less, and then again
-        more, halfway to what exceeded it, until one is as fast as with all of the budget."""
-        low, high = self.least, max(self.budget, self.least)
-        limit, fastest, best = high, math.inf, math.inf
+        """Schedules by the bytes that each was limited to: what slots take more than they hold, and what crosses from
+        graph to graph, is taken from the limit, until one fits."""
+        limit = max(self.budget, self.least)
         tried: dict[int, Planned] = {}
         for _ in range(_ATTEMPTS):
             found, planned = tried[limit] = self._planned(limit)
-            fastest = min(fastest, found.timeline.makespan)
-            if planned <= self.budget:
-                best = min(best, found.timeline.makespan)
-                low = limit
-            else:
-                high = min(limit, found.timeline.peak_bytes)
-            close = high - low < _CLOSE * (self.budget - self.least)
-            if best <= fastest * _ROUNDING or (best < math.inf and close) or low >= high:
+            if planned <= self.budget or limit == self.least:
                 break
-            limit = (low + high) // 2 if best < math.inf else max(high - (planned - self.budget), self.least)
+            limit = max(found.timeline.peak_bytes - (planned - self.budget), self.least)
         return tried
 
     def _fastest_of(self, tried: dict[int, Planned]) -> Planned:

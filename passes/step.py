@@ -91,7 +91,7 @@ class Half:
             elif self.part is Part.FORWARD:
                 transfers.append(replace(transfer, output_bytes=0))  # counted with what is live
         compute = tuple(replace(task, live_bytes=live + task.live_bytes) for task in self.tasks.compute)
-        return TaskGraph(compute, tuple(transfers)) if transfers else None
+        return replace(self.tasks, compute=compute, transfers=tuple(transfers)) if transfers else None
 
     def _received(self, units: frozenset[int]) -> list[Lifetime]:
         """What the gathers of ``units`` fill: their parameters, or codes and scales of them."""

@@ -149,7 +149,8 @@ def task_graph(
     segments: Sequence[list[fx.Node]],
     live_bytes: int,
 ) -> TaskGraph:
-    """The graph's segments and collectives as tasks. The average over replicas is part of a reduction.
+    """The graph's segments and collectives as tasks. The average over replicas is part of a reduction. What is gathered
+    and what is reduced lie apart, as slots have them.
 
     Args:
         live_bytes: what the step takes all the time, apart from the collectives' buffers.
@@ -162,7 +163,7 @@ def task_graph(
     ]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
     transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
-    return TaskGraph(tuple(compute), tuple(transfers))
+    return TaskGraph(tuple(compute), tuple(transfers), apart=True)
 
 
 def seconds_of(graph: fx.Graph, context: CompileContext) -> dict[fx.Node, float]:

@@ -60,6 +60,20 @@ def test_without_a_budget_more_memory_is_taken_for_more_of_the_time_as_far_as_th
     assert best.limit == taken
 
 
+def test_memory_within_the_budget_is_no_price_for_time(monkeypatch):
+    def found(tasks, limit):
+        makespan = 1.2 if limit >= 1000 else 2.5
+        return SimpleNamespace(limit=limit, timeline=SimpleNamespace(makespan=makespan, peak_bytes=limit))
+
+    def planned(schedule):
+        return schedule.limit + (500 if schedule.limit >= 1000 else 100)
+
+    monkeypatch.setattr(fitting, "find_schedule", found)
+    monkeypatch.setattr(fitting, "lower_bound", lambda tasks: SimpleNamespace(makespan=1.0))
+    best, taken = Fitting(None, 1000, 0, planned).worth_most(9000)
+    assert (best.timeline.makespan, taken) == (1.2, 1500)  # not 2.5 s in the 600 bytes that would fit
+
+
 def test_as_little_memory_as_is_as_fast_is_looked_for_between_two_limits(monkeypatch):
     def found(tasks, limit):
         makespan = 1.4 if limit >= 1300 else 3.0

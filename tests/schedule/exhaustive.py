@@ -81,6 +81,7 @@ class _Search:
             _in_flight(machine),
             frozenset(machine.launched),
             frozenset(machine.done),
+            tuple(machine.most) if machine.graph.apart else None,  # what there is room for later
         )
         if state in self.seen:
             return
@@ -116,7 +117,7 @@ class _Search:
                 following = _fork(machine)
                 following.launch(job.transfers)
                 yield following
-            elif job.transfers in machine.outstanding and (job.returned_bytes or machine.position == end):
+            elif job.transfers in machine.outstanding and (any(job.returned) or machine.position == end):
                 following = _fork(machine)
                 following.wait(job.transfers)
                 yield following
@@ -131,6 +132,7 @@ def _fork(machine: Machine) -> Machine:
     twin.outstanding = {transfers: copies[transfers] for transfers in machine.outstanding}
     twin._lanes = {lane: [copies[each.transfers] for each in queue] for lane, queue in machine._lanes.items()}
     twin.instructions, twin.runs = list(machine.instructions), list(machine.runs)
+    twin.held, twin.most = list(machine.held), list(machine.most)
     twin.launched, twin.done = set(machine.launched), set(machine.done)
     return twin
 

@@ -7,7 +7,14 @@ from vescale_compile.schedule import Compute, TaskGraph, Transfer
 
 @st.composite
 def sharded_steps(
-    draw: st.DrawFn, units: int, *, lanes: int = 1, merge: bool = False, load: float = 0.0, launch: float = 0.0
+    draw: st.DrawFn,
+    units: int,
+    *,
+    lanes: int = 1,
+    merge: bool = False,
+    load: float = 0.0,
+    launch: float = 0.0,
+    apart: bool = False,
 ) -> TaskGraph:
     """A forward and a backward over ``units`` units, each gathered twice and reduced once, with scratch up to the
     size of what is reduced."""
@@ -40,7 +47,7 @@ def sharded_steps(
                 **taken,
             )
         )
-    return TaskGraph(tuple(compute), (*gathers, *repeats, *reductions))
+    return TaskGraph(tuple(compute), (*gathers, *repeats, *reductions), apart)
 
 
 @st.composite
@@ -75,4 +82,4 @@ def any_graphs(draw: st.DrawFn) -> TaskGraph:
                 merge=draw(st.sampled_from([None, "mergeable"])),
             )
         )
-    return TaskGraph(tuple(compute), tuple(transfers))
+    return TaskGraph(tuple(compute), tuple(transfers), draw(st.booleans()))

@@ -46,9 +46,10 @@ def optimum(graph: TaskGraph, budget: int | None = None) -> float:
         sharded_steps(2, lanes=2),
         sharded_steps(2, load=0.25),
         sharded_steps(2, launch=0.5),
+        sharded_steps(2, apart=True),
         pytest.param(sharded_steps(2, merge=True), marks=pytest.mark.slow),
     ],
-    ids=["one lane", "two lanes", "loading the device", "with launches", "mergeable"],
+    ids=["one lane", "two lanes", "loading the device", "with launches", "memories apart", "mergeable"],
 )
 def test_two_units_are_scheduled_as_exhaustive_search_does(steps: st.SearchStrategy[TaskGraph]) -> None:
     @examples

@@ -88,6 +88,14 @@ def test_scratch_is_held_between_launch_and_wait_only() -> None:
     assert run(large_after, *at_once).peak_bytes == 40 + 2
 
 
+def test_of_memories_that_are_apart_each_is_taken_as_large_as_it_once_has_to_be() -> None:
+    gather = transfer("gather", 1.0, readers=(2,), output_bytes=9)
+    together = TaskGraph(SCRATCHED.compute, (*SCRATCHED.transfers, gather))
+    program = (Run(0), Run(1), Launch((0,)), Wait((0,)), Launch((1,)), Wait((1,)), Run(2))
+    assert run(together, *program).peak_bytes == max(10 + 6 + 2 + 5, 12 + 2 + 9)
+    assert run(replace(together, apart=True), *program).peak_bytes == (12 + 2 + 9) + (6 + 5)
+
+
 def test_memory_does_not_depend_on_durations() -> None:
     slow = TaskGraph(REDUCTION.compute, (transfer("reduce", 99.0, writers=(0, 1), input_bytes=6, output_bytes=2),))
     program = (Run(0), Run(1), Launch((0,)), Run(2), Wait((0,)))

@@ -22,36 +22,46 @@ class BudgetError(ValueError):
 
 def least_peak(graph: TaskGraph) -> int:
     """Peak bytes of the most frugal schedule of ``graph``: the one that overlaps nothing and keeps nothing."""
-    return max(most_frugal(graph)[1])
+    return most_frugal(graph)[0].peak
 
 
 def check_budget(graph: TaskGraph, budget: int) -> None:
     """Raises BudgetError if no schedule of ``graph`` fits in ``budget`` bytes."""
-    _, least = most_frugal(graph)
-    if max(least) <= budget:
+    machine, fullest = most_frugal(graph)
+    least = machine.peak
+    if least <= budget:
         return
-    position = least.index(max(least))
-    compute = graph.compute[position]
-    held = _held(graph, position)
-    if sum(held.values()) < max(least):  # it is what is sent then that makes it the fullest
-        held |= {f"the scratch of {t.name}": t.scratch_bytes for t in graph.transfers if t.ready == position + 1}
+    # Where the second memory is not used, it is as full as ever at the first one's fullest moment.
+    position = max(range(len(fullest)), key=lambda at: fullest[at][0])
+    sending = max(range(len(fullest)), key=lambda at: (fullest[at][1], at == position))
+    held = _received(graph, position) | _sent(graph, sending)
+    if sum(held.values()) < least:  # it is what is sent then that makes it the fullest
+        held |= {f"the scratch of {t.name}": t.scratch_bytes for t in graph.transfers if t.ready == sending + 1}
     largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]
     listed = ", ".join(f"{size:,} of {what}" for what, size in largest)
     raise BudgetError(
-        f"memory_budget is {budget:,} bytes, but even a schedule that overlaps nothing needs {max(least):,}, at "
-        f"{compute.name!r}: {listed}. Give at least {max(least)} bytes, or make what is largest "
+        f"memory_budget is {budget:,} bytes, but even a schedule that overlaps nothing needs {least:,}, at "
+        f"{graph.compute[position].name!r}: {listed}. Give at least {least} bytes, or make what is largest "
         "smaller (smaller units, fewer tokens, activation checkpointing)",
-        max(least),
+        least,
     )
 
 
-def _held(graph: TaskGraph, position: int) -> dict[str, int]:
-    """What the compute task at ``position`` needs, in bytes by name."""
+def _received(graph: TaskGraph, position: int) -> dict[str, int]:
+    """What the compute task at ``position`` reads, and its own memory, in bytes by name."""
     compute = graph.compute[position]
-    held = {f"{compute.name}'s own (activations, shards, states)": compute.live_bytes}
-    for transfer in graph.transfers:
-        if transfer.writers and min(transfer.writers) <= position <= max(transfer.writers):
-            held[f"the input of {transfer.name}"] = transfer.input_bytes
-        if transfer.readers and min(transfer.readers) <= position <= max(transfer.readers):
-            held[f"the output of {transfer.name}"] = transfer.output_bytes
-    return held
+    outputs = {
+        f"the output of {transfer.name}": transfer.output_bytes
+        for transfer in graph.transfers
+        if transfer.readers and min(transfer.readers) <= position <= max(transfer.readers)
+    }
+    return {f"{compute.name}'s own (activations, shards, states)": compute.live_bytes} | outputs
+
+
+def _sent(graph: TaskGraph, position: int) -> dict[str, int]:
+    """What the compute task at ``position`` writes for others, in bytes by name."""
+    return {
+        f"the input of {transfer.name}": transfer.input_bytes
+        for transfer in graph.transfers
+        if transfer.writers and min(transfer.writers) <= position <= max(transfer.writers)
+    }

@@ -65,4 +65,4 @@ def coarsen(graph: TaskGraph, pieces: int) -> CoarseGraph:
         )
         for transfer in graph.transfers
     )
-    return CoarseGraph(TaskGraph(tuple(tasks), transfers), (*starts, len(graph.compute)))
+    return CoarseGraph(TaskGraph(tuple(tasks), transfers, graph.apart), (*starts, len(graph.compute)))

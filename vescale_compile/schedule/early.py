@@ -9,8 +9,10 @@ early takes its share of the wire from what is needed first: that may cost a per
 
 from __future__ import annotations
 
-from vescale_compile.schedule.graph import TaskGraph
-from vescale_compile.schedule.jobs import job_of
+from collections.abc import Sequence
+
+from vescale_compile.schedule.graph import Bytes, TaskGraph
+from vescale_compile.schedule.jobs import Job, job_of
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 from vescale_compile.schedule.program import Launch, Run, Schedule
@@ -34,14 +36,14 @@ def launched_early(graph: TaskGraph, found: Scheduled) -> Scheduled:
 
 def _moved(graph: TaskGraph, schedule: Schedule) -> Schedule:
     levels, flying = _taken(graph, schedule)
-    most = max(levels)
+    most = [max(memory) for memory in zip(*levels, strict=True)]
     program = list(schedule.instructions)
     for index, instruction in enumerate(program):
         if not isinstance(instruction, Launch):
             continue
         job = job_of(graph, instruction.transfers)
         place = index
-        while place > 0 and levels[place - 1] + job.taken_bytes <= most and flying[place - 1] < IN_FLIGHT:
+        while place > 0 and _fits(job, levels[place - 1], most) and flying[place - 1] < IN_FLIGHT:
             before = program[place - 1]
             if isinstance(before, Launch) or before == Run(job.ready - 1):
                 break
@@ -49,18 +51,26 @@ def _moved(graph: TaskGraph, schedule: Schedule) -> Schedule:
         if place == index:
             continue
         program.insert(place, program.pop(index))
-        levels[place : index + 1] = [level + job.taken_bytes for level in (levels[place], *levels[place:index])]
+        levels[place : index + 1] = [_with(job, level) for level in (levels[place], *levels[place:index])]
         flying[place : index + 1] = [flying[place], *(count + 1 for count in flying[place:index])]
     return Schedule(tuple(program), schedule.kept)
 
 
-def _taken(graph: TaskGraph, schedule: Schedule) -> tuple[list[int], list[int]]:
+def _fits(job: Job, level: Bytes, most: Sequence[int]) -> bool:
+    return all(held <= limit for held, limit in zip(_with(job, level), most, strict=True))
+
+
+def _with(job: Job, level: Bytes) -> Bytes:
+    return level[0] + job.taken[0], level[1] + job.taken[1]
+
+
+def _taken(graph: TaskGraph, schedule: Schedule) -> tuple[list[Bytes], list[int]]:
     """While each instruction runs: the most bytes that are live, or were just before, and the collectives in flight."""
     machine = Machine(Lifetimes(graph, schedule.kept))
     levels, flying = [], []
     for instruction in schedule.instructions:
         flying.append(len(machine.outstanding))
-        machine.peak = machine.held + graph.live_before(machine.position)
+        machine.most = [machine.held[0] + graph.live_before(machine.position), machine.held[1]]
         machine.execute(instruction)
-        levels.append(machine.peak)
+        levels.append((machine.most[0], machine.most[1]))
     return levels, flying

@@ -96,9 +96,20 @@ def seconds_together(transfers: Sequence[Transfer]) -> float:
     return max(transfer.latency for transfer in transfers) + sum(transfer.wire_time for transfer in transfers)
 
 
+Bytes = tuple[int, int]
+"""Of the two memories of a graph: what is received lies in the first, with everything else, and what is sent in the
+second, with the scratch. Where nothing lies apart, all is in the first."""
+
+
 @dataclass(frozen=True)
 class TaskGraph:
     """Computation in its order, and transfers in any order. Checks itself when made.
+
+    Attributes:
+        compute: in its order.
+        transfers: in any order.
+        apart: whether inputs and scratch lie in a memory of their own. Each memory is there all the time, as large as
+            it has to be once: what a schedule takes is the most that it holds of either, at whatever moment.
 
     Raises:
         ValueError: a task that makes no sense; the message names it.
@@ -106,6 +117,7 @@ class TaskGraph:
 
     compute: tuple[Compute, ...]
     transfers: tuple[Transfer, ...]
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if not self.compute:
@@ -132,6 +144,10 @@ class TaskGraph:
             total += compute.duration
             sums.append(total)
         return tuple(sums)
+
+    def split(self, received: int, sent: int) -> Bytes:
+        """Bytes by the memory that they lie in."""
+        return (received, sent) if self.apart else (received + sent, 0)
 
     def live_before(self, position: int) -> int:
         """Bytes live between two compute tasks: no more than in either of them."""

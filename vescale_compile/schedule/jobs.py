@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_compile.schedule.graph import TaskGraph, seconds_together
+from vescale_compile.schedule.graph import Bytes, TaskGraph, seconds_together
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 
@@ -24,9 +24,9 @@ class Job:
         deadline: the position before which it must be done; the number of positions where that is the end.
         duration: seconds, with the wire to itself.
         launch: seconds that its launch takes.
-        output_bytes: taken at its launch, and kept.
-        scratch_bytes: taken at its launch, and given back at its wait.
-        input_bytes: given back at its wait.
+        taken: bytes that its launch adds to what is held, by memory.
+        returned: bytes that its wait gives back.
+        kept_bytes: that it takes of the first memory, and its wait does not give back.
     """
 
     transfers: tuple[int, ...]
@@ -34,19 +34,14 @@ class Job:
     deadline: int
     duration: float
     launch: float
-    output_bytes: int
-    scratch_bytes: int
-    input_bytes: int
+    taken: Bytes
+    returned: Bytes
+    kept_bytes: int
 
     @cached_property
-    def taken_bytes(self) -> int:
-        """What its launch adds to the memory that is held."""
-        return self.output_bytes + self.scratch_bytes
-
-    @cached_property
-    def returned_bytes(self) -> int:
-        """What its wait gives back."""
-        return self.input_bytes + self.scratch_bytes
+    def size(self) -> int:
+        """Bytes that its launch takes, wherever."""
+        return sum(self.taken)
 
     @cached_property
     def order(self) -> tuple[int, int, tuple[int, ...]]:
@@ -63,7 +58,7 @@ def make_jobs(lifetimes: Lifetimes, grouping: Grouping) -> tuple[Job, ...]:
     return tuple(sorted((job_of(graph, group) for group in groups if group), key=lambda job: job.order))
 
 
-def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tuple[int, ...]]:
+def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tuple[Bytes, ...]]:
     """The program that overlaps nothing: each buffer lives as short as it can.
 
     What must be written first is launched and waited for as soon as it has been written, and the rest where it is
@@ -71,7 +66,7 @@ def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tup
     is made of. Only a launch could find more room for its scratch later.
 
     Returns:
-        The machine after the program, and by position the peak bytes there, up to what comes next.
+        The machine after the program, and by position the most bytes there, up to what comes next.
     """
     machine = Machine(lifetimes)
     positions = len(lifetimes.graph.compute)
@@ -82,19 +77,19 @@ def synchronous(lifetimes: Lifetimes, jobs: Sequence[Job]) -> tuple[Machine, tup
             ready[job.ready].append(job)
         else:
             due[job.deadline].append(job)
-    peaks = []
+    fullest = []
     for position in range(positions):
-        machine.peak = 0
+        machine.most = [0, 0]
         _one_by_one(machine, due[position])
         machine.run(position)
         # Each leaves more room than there was for it: what takes the least goes first.
-        _one_by_one(machine, sorted(ready[position + 1], key=lambda job: (job.taken_bytes, job.order)))
-        peaks.append(machine.peak)
-    machine.peak = max(peaks)
-    return machine, tuple(peaks)
+        _one_by_one(machine, sorted(ready[position + 1], key=lambda job: (job.size, job.order)))
+        fullest.append((machine.most[0], machine.most[1]))
+    machine.most = [max(memory) for memory in zip(*fullest, strict=True)]
+    return machine, tuple(fullest)
 
 
-def most_frugal(graph: TaskGraph) -> tuple[Machine, tuple[int, ...]]:
+def most_frugal(graph: TaskGraph) -> tuple[Machine, tuple[Bytes, ...]]:
     """:func:`synchronous` for all transfers of a graph, each alone."""
     lifetimes = Lifetimes(graph)
     return synchronous(lifetimes, make_jobs(lifetimes, ()))
@@ -109,6 +104,8 @@ def _one_by_one(machine: Machine, jobs: Sequence[Job]) -> None:
 def job_of(graph: TaskGraph, group: tuple[int, ...]) -> Job:
     """The collective that these transfers, by their indices, make together."""
     parts = [graph.transfers[index] for index in group]
+    received = sum(part.output_bytes for part in parts)
+    scratch = sum(part.scratch_bytes for part in parts)
     deadlines = [len(graph.compute) if part.deadline is None else part.deadline for part in parts]
     return Job(
         transfers=group,
@@ -116,7 +113,7 @@ def job_of(graph: TaskGraph, group: tuple[int, ...]) -> Job:
         deadline=min(deadlines),
         duration=seconds_together(parts),
         launch=sum(part.launch for part in parts),
-        output_bytes=sum(part.output_bytes for part in parts),
-        scratch_bytes=sum(part.scratch_bytes for part in parts),
-        input_bytes=sum(part.input_bytes for part in parts),
+        taken=graph.split(received, scratch),
+        returned=graph.split(0, scratch + sum(part.input_bytes for part in parts)),
+        kept_bytes=received,
     )

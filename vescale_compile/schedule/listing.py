@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vescale_compile.schedule.graph import Bytes
 from vescale_compile.schedule.jobs import Grouping, Job, make_jobs, synchronous
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
@@ -20,10 +21,13 @@ from vescale_compile.schedule.policies import Policy
 
 _LOOKED_AT = 4  # gathers that an impatient walk considers
 
+Held = tuple[int, ...]
+"""Bytes by position."""
+
 
 @dataclass(frozen=True)
 class Frame:
-    """What all schedules under one choice of kept outputs and groups share. Bytes are by position.
+    """What all schedules under one choice of kept outputs and groups share. Bytes are by memory, then by position.
 
     Attributes:
         jobs: by deadline.
@@ -39,10 +43,10 @@ class Frame:
     jobs: tuple[Job, ...]
     due: tuple[tuple[Job, ...], ...]
     becomes_ready: tuple[tuple[Job, ...], ...]
-    least: tuple[int, ...]
-    between: tuple[int, ...]
-    running: tuple[int, ...]
-    after: tuple[int, ...]
+    least: tuple[Held, Held]
+    between: tuple[Held, Held]
+    running: tuple[Held, Held]
+    after: tuple[Held, Held]
 
     @classmethod
     def build(cls, lifetimes: Lifetimes, grouping: Grouping) -> Frame:
@@ -55,60 +59,73 @@ class Frame:
                 ready[job.ready].append(job)
         running, after = [], []
         for position, compute in enumerate(graph.compute):
-            written = lifetimes.inputs_at[position]
-            running.append(written + compute.live_bytes)
-            after.append(written - lifetimes.outputs_after[position] + graph.live_before(position + 1))
+            written, read = lifetimes.inputs_at[position], lifetimes.outputs_after[position]
+            running.append(graph.split(compute.live_bytes, written))
+            after.append(graph.split(graph.live_before(position + 1) - read, written))
+        between = tuple(map(graph.live_before, range(len(graph.compute) + 1)))
         return cls(
             lifetimes=lifetimes,
             jobs=jobs,
             due=tuple(map(tuple, due)),
             becomes_ready=tuple(map(tuple, ready)),
-            least=synchronous(lifetimes, jobs)[1],
-            between=tuple(map(graph.live_before, range(len(graph.compute) + 1))),
-            running=tuple(running),
-            after=tuple(after),
+            least=_by_memory(synchronous(lifetimes, jobs)[1]),
+            between=(between, (0,) * len(between)),
+            running=_by_memory(running),
+            after=_by_memory(after),
         )
+
+    def limits(self, budget: int, share: float) -> Bytes | None:
+        """What each memory may take of ``budget`` bytes: what it takes at least, and of the rest the first ``share``,
+        all of it where the second is not used. None: there is less than the least."""
+        first, second = map(max, self.least)
+        spare = budget - first - second
+        if spare < 0:
+            return None
+        first += int(share * spare) if second else spare
+        return first, budget - first
 
 
 def list_schedule(
-    frame: Frame, budget: int, policy: Policy, *, ahead: int, patient: bool, limit: float = math.inf
+    frame: Frame, limits: Bytes, policy: Policy, *, ahead: int, patient: bool, limit: float = math.inf
 ) -> Machine | None:
     """Schedules the jobs of ``frame`` by ``policy``.
 
     Args:
-        budget: bytes that no instruction may exceed.
+        limits: bytes that no instruction may exceed, by memory; no less than the frame's least.
         policy: which job goes first.
         ahead: how many collectives may have been launched before the compute task that waits for them is next.
         patient: whether the wire waits for the preferred job where that does not fit yet, or takes the next one.
         limit: seconds; a program that can't but take longer is of no interest.
 
     Returns:
-        The machine after the program; None if it exceeds the budget or the limit.
+        The machine after the program; None if it exceeds the limits.
     """
-    if max(frame.least) > budget:
-        return None
-    walk = _Walk(frame, budget, policy, ahead, patient)
-    for position in range(len(frame.least)):
+    walk = _Walk(frame, limits, policy, ahead, patient)
+    for position in range(walk.end):
         walk.step(position)
         if walk.least_makespan() > limit:
             return None
     walk.finish()
-    return walk.machine if walk.machine.peak <= budget else None
+    fits = all(most <= limit for most, limit in zip(walk.machine.most, limits, strict=True))
+    return walk.machine if fits else None
 
 
 class _Walk:
-    def __init__(self, frame: Frame, budget: int, policy: Policy, ahead: int, patient: bool) -> None:
-        self.frame, self.budget, self.policy, self.ahead, self.patient = frame, budget, policy, ahead, patient
+    def __init__(self, frame: Frame, limits: Bytes, policy: Policy, ahead: int, patient: bool) -> None:
+        self.frame, self.limits, self.policy, self.ahead, self.patient = frame, limits, policy, ahead, patient
+        graph = frame.lifetimes.graph
         self.machine = Machine(frame.lifetimes)
-        self.elapsed = frame.lifetimes.graph.elapsed
-        # Bytes by position: the least, and what launches ahead of time add to it.
-        self.reserved = list(frame.least)
+        self.elapsed = graph.elapsed
+        self.end = len(graph.compute)
+        self.memories = range(2 if graph.apart else 1)
+        # Bytes of the first memory by position: the least, and what launches ahead of time add to it.
+        self.reserved = list(frame.least[0])
         self.free = [job for job in reversed(frame.jobs) if not job.ready]  # the earliest deadline last
         self.written: list[Job] = []  # what has been written and not launched
         self.flying: list[Job] = []  # launched and not waited for, in launch order
         self.early = 0  # of them, those that a compute task later than the next one waits for
-        self.returning = 0  # bytes that the waits for them will give back
-        self.returning_at = [0] * (len(frame.least) + 1)  # of which before each position
+        self.returning = [0, 0]  # bytes that the waits for them will give back, by memory
+        self.returning_at = [[0] * (self.end + 1) for _ in range(2)]  # of which before each position
         self.to_carry = sum(job.duration for job in frame.jobs)  # seconds of the wire, for launches that are to come
         self.launches = sum(job.launch for job in frame.jobs)  # seconds that those launches take
 
@@ -134,12 +151,11 @@ class _Walk:
 
     def finish(self) -> None:
         """Launches what is left, and waits for all."""
-        end = len(self.frame.least)
-        self.written += self.frame.becomes_ready[end]
+        self.written += self.frame.becomes_ready[self.end]
         while self.written:
-            size = min(self.written, key=self._rank).taken_bytes
-            self._wait_for_room(lambda size=size: size <= self._room)  # type: ignore[misc]
-            self._launch(self._preferred(self.written), end)
+            first = min(self.written, key=self._rank)
+            self._wait_for_room(lambda first=first: self._too_small_for(first))  # type: ignore[misc]
+            self._launch(self._preferred(self.written), self.end)
         for job in list(self.flying):
             self._wait(job)
 
@@ -178,58 +194,66 @@ class _Walk:
 
     def _fits(self, job: Job, position: int) -> bool:
         """Whether there is room to launch ``job`` now, once what is done has given back what it can."""
-        if not job.ready and max(self.reserved[position : job.deadline]) + job.output_bytes > self.budget:
+        if not job.ready and max(self.reserved[position : job.deadline]) + job.kept_bytes > self.limits[0]:
             return False
-        return self._wait_for_room(lambda: self._excess(position, (job,)) <= 0, done_only=True)
+        return self._wait_for_room(lambda: self._too_small(position, (job,)), done_only=True)
 
-    def _excess(self, position: int, launched: Sequence[Job]) -> int:
-        """Bytes over budget from here to what follows the next compute task, with some more ``launched`` now."""
-        frame = self.frame
-        held, returning, returning_here = self.machine.held, self.returning, self.returning_at[position]
+    def _too_small(self, position: int, launched: Sequence[Job]) -> int | None:
+        """The memory that is too small from here to what follows the next compute task, with some more ``launched``
+        now; None if neither is."""
+        pending = [*(job for job in self.written if job not in launched), *self.frame.becomes_ready[position + 1]]
+        return next((memory for memory in self.memories if self._exceeds(memory, position, launched, pending)), None)
+
+    def _exceeds(self, memory: int, position: int, launched: Sequence[Job], pending: Sequence[Job]) -> bool:
+        frame, held = self.frame, self.machine.held[memory]
+        returning, returning_here = self.returning[memory], self.returning_at[memory][position]
         for job in launched:
-            held += job.taken_bytes
-            returning += job.returned_bytes
-            returning_here += job.returned_bytes if job.deadline == position else 0
-        pending = [*(job for job in self.written if job not in launched), *frame.becomes_ready[position + 1]]
-        after = held - returning + _one_by_one(pending)
-        running = held - returning_here + frame.running[position]
-        return max(held + frame.between[position], running, after + frame.after[position]) - self.budget
+            held += job.taken[memory]
+            returning += job.returned[memory]
+            returning_here += job.returned[memory] if job.deadline == position else 0
+        after = held - returning + _one_by_one(pending, memory) + frame.after[memory][position]
+        running = held - returning_here + frame.running[memory][position]
+        return max(held + frame.between[memory][position], running, after) > self.limits[memory]
 
     def _make_room(self, position: int) -> None:
         """Waits for reductions, launching them if need be, until the next compute task fits."""
-        self._wait_for_room(lambda: self._excess_with_due(position) <= 0)
-        while self._excess_with_due(position) > 0 and (pending := [j for j in self.written if j.returned_bytes]):
+        due = self.frame.due[position]
+
+        def too_small() -> int | None:
+            """With all launched that the next compute task waits for."""
+            return self._too_small(position, [job for job in due if job.transfers[0] not in self.machine.launched])
+
+        self._wait_for_room(too_small)
+        while (memory := too_small()) is not None and (
+            pending := [job for job in self.written if job.returned[memory]]
+        ):
             job = self._preferred(pending)
             self._launch(job, position)
             self._wait(job)
 
-    def _excess_with_due(self, position: int) -> int:
-        """Bytes over budget with all launched that the next compute task waits for."""
-        due = self.frame.due[position]
-        return self._excess(position, [job for job in due if job.transfers[0] not in self.machine.launched])
-
-    @property
-    def _room(self) -> int:
-        """Bytes that a launch may take now."""
-        return self.budget - self.machine.held - self.frame.between[self.machine.position]
+    def _too_small_for(self, job: Job) -> int | None:
+        """The memory in which a launch has no room now."""
+        held, between, position = self.machine.held, self.frame.between, self.machine.position
+        exceeding = (m for m in self.memories if held[m] + between[m][position] + job.taken[m] > self.limits[m])
+        return next(exceeding, None)
 
     def _preferred(self, pending: Sequence[Job]) -> Job:
         """The first by rank of those that there is room for; where there is none, what takes the least."""
-        fitting = [job for job in pending if job.taken_bytes <= self._room]
-        return min(fitting, key=self._rank) if fitting else min(pending, key=lambda job: (job.taken_bytes, job.order))
+        fitting = [job for job in pending if self._too_small_for(job) is None]
+        return min(fitting, key=self._rank) if fitting else min(pending, key=lambda job: (job.size, job.order))
 
-    def _wait_for_room(self, enough: Callable[[], bool], *, done_only: bool = False) -> bool:
-        """Waits for collectives that will give something back, in launch order, until there is enough room, and says
-        whether there is."""
-        if enough():
-            return True
+    def _wait_for_room(self, too_small: Callable[[], int | None], *, done_only: bool = False) -> bool:
+        """Waits for collectives that will give something back to the memory that is too small, in launch order, until
+        none is, and says whether that is so."""
+        memory = too_small()
         flying = self.machine.outstanding
         for job in self.flying[:]:
-            if job.returned_bytes and not (done_only and flying[job.transfers].stopped is None):
+            if memory is None:
+                break
+            if job.returned[memory] and not (done_only and flying[job.transfers].stopped is None):
                 self._wait(job)
-                if enough():
-                    return True
-        return False
+                memory = too_small()
+        return memory is None
 
     def _launch(self, job: Job, position: int) -> None:
         if job.ready:
@@ -238,25 +262,35 @@ class _Walk:
             self.free.remove(job)
             self.early += job.deadline > position
             for later in range(position, job.deadline):
-                self.reserved[later] += job.output_bytes
+                self.reserved[later] += job.kept_bytes
         self.to_carry -= job.duration
         self.launches -= job.launch
         self.machine.launch(job.transfers)
         self.flying.append(job)
-        self.returning += job.returned_bytes
-        self.returning_at[job.deadline] += job.returned_bytes
+        self._return(job, 1)
 
     def _wait(self, job: Job) -> None:
         self.machine.wait(job.transfers)
         self.flying.remove(job)
-        self.returning -= job.returned_bytes
-        self.returning_at[job.deadline] -= job.returned_bytes
+        self._return(job, -1)
+
+    def _return(self, job: Job, times: int) -> None:
+        """Counts what will be given back when ``job`` is waited for, or counts it no more."""
+        for memory in self.memories:
+            self.returning[memory] += times * job.returned[memory]
+            self.returning_at[memory][job.deadline] += times * job.returned[memory]
 
 
-def _one_by_one(jobs: Sequence[Job]) -> int:
-    """The most bytes that launches take if each is waited for before the next; what takes the least goes first."""
+def _one_by_one(jobs: Sequence[Job], memory: int) -> int:
+    """The most bytes of a memory that launches take if each is waited for before the next; what takes the least goes
+    first."""
     most = held = 0
-    for job in sorted(jobs, key=lambda job: job.taken_bytes):
-        most = max(most, held + job.taken_bytes)
-        held += job.taken_bytes - job.returned_bytes
+    for job in sorted(jobs, key=lambda job: job.taken[memory]):
+        most = max(most, held + job.taken[memory])
+        held += job.taken[memory] - job.returned[memory]
     return most
+
+
+def _by_memory(by_position: Sequence[Bytes]) -> tuple[Held, Held]:
+    first, second = zip(*by_position, strict=True)
+    return first, second

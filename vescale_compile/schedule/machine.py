@@ -47,8 +47,8 @@ class Machine:
     Attributes:
         now: seconds.
         position: of the next compute task.
-        held: bytes of transfers' buffers.
-        peak: the most bytes so far, base memory included.
+        held: bytes of transfers' buffers, by memory.
+        most: of each memory the most bytes so far, base memory included.
         outstanding: collectives launched and not waited for, in launch order.
         runs: start and stop of each compute task so far, seconds.
         busy_until: seconds at which the last computation or launch ended.
@@ -59,8 +59,8 @@ class Machine:
         self.lifetimes, self.graph = lifetimes, lifetimes.graph
         self.now = 0.0
         self.position = 0
-        self.held = 0
-        self.peak = 0
+        self.held = [0, 0]
+        self.most = [0, 0]
         self.instructions: list[Instruction] = []
         self.launched: set[int] = set()
         self.done: set[int] = set()
@@ -70,6 +70,12 @@ class Machine:
         self.busy_until = 0.0
         self.exposed = 0.0
         self._lanes: dict[str, list[Collective]] = {}
+        self._sent = int(self.graph.apart)  # the memory in which inputs lie
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the program takes so far, base memory included."""
+        return sum(self.most)
 
     def execute(self, instruction: Instruction) -> None:
         """Runs one instruction.
@@ -100,8 +106,8 @@ class Machine:
         queue.append(collective)
         if len(queue) == 1:
             collective.started = self.now
-        self.held += sum(part.output_bytes + part.scratch_bytes for part in parts)
-        self.peak = max(self.peak, self.held + self.graph.live_before(self.position))
+        self._hold(sum(part.output_bytes for part in parts), sum(part.scratch_bytes for part in parts))
+        self._note(self.graph.live_before(self.position))
         self._spend(sum(part.launch for part in parts), computing=False)
 
     def wait(self, transfers: tuple[int, ...]) -> None:
@@ -116,7 +122,7 @@ class Machine:
         self.exposed += self.now - before
         self.done.update(transfers)
         parts = [self.graph.transfers[index] for index in transfers]
-        self.held -= sum(part.input_bytes + part.scratch_bytes for part in parts)
+        self._hold(0, -sum(part.input_bytes + part.scratch_bytes for part in parts))
 
     def run(self, position: int) -> None:
         """Runs a compute task to its end."""
@@ -128,13 +134,23 @@ class Machine:
                 raise ScheduleError(f"{self.graph.compute[position].name!r} reads {name!r} before its wait")
         self.instructions.append(Run(position))
         compute = self.graph.compute[position]
-        self.held += self.lifetimes.inputs_at[position]
-        self.peak = max(self.peak, self.held + compute.live_bytes)
+        self._hold(0, self.lifetimes.inputs_at[position])
+        self._note(compute.live_bytes)
         start = self.now
         self._spend(compute.duration, computing=True)
         self.runs.append((start, self.now))
-        self.held -= self.lifetimes.outputs_after[position]
+        self._hold(-self.lifetimes.outputs_after[position], 0)
         self.position += 1
+
+    def _hold(self, received: int, sent: int) -> None:
+        """Takes so many bytes more."""
+        self.held[0] += received
+        self.held[self._sent] += sent
+
+    def _note(self, live: int) -> None:
+        """Notes what is held beside ``live`` bytes of base memory."""
+        self.most[0] = max(self.most[0], self.held[0] + live)
+        self.most[1] = max(self.most[1], self.held[1])
 
     def _spend(self, seconds: float, computing: bool) -> None:
         """Does what takes so long where nothing is in flight."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vescale_compile.schedule.bound import lower_bound
 from vescale_compile.schedule.budget import check_budget, least_peak
 from vescale_compile.schedule.coarsen import CoarseGraph, coarsen
-from vescale_compile.schedule.graph import TaskGraph
+from vescale_compile.schedule.graph import Bytes, TaskGraph
 from vescale_compile.schedule.jobs import Grouping, most_frugal, synchronous
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.listing import Frame, list_schedule
@@ -37,8 +38,9 @@ _LIMIT = 1 + 1e-9
 _AS_FAST = 0.0005  # of the makespan: what is printed has three digits
 _TOLERANCE = 0.01  # of the makespan, given up for memory where there is no budget: it can save gigabytes
 
-Setting = tuple[Policy, int, bool]
-_SETTINGS: tuple[Setting, ...] = tuple(itertools.product(POLICIES, _AHEAD, (True, False)))
+_SHARES = (0.5, 0.25, 0.75)  # of spare memory, for what is received where that lies apart
+
+Setting = tuple[float, Policy, int, bool]
 
 
 @dataclass(frozen=True)
@@ -122,17 +124,27 @@ class _Search:
             if self.best.peak <= budget:
                 break  # else the scratch of what is reduced in between has found no room
         self.settings = self._sweep(self.frame)
-        self._keep(keepable(graph, self.frame.least, budget))
+        first, second = self.frame.least
+        self._keep(keepable(graph, [held + max(second) for held in first], budget))
         self._merge()
+        if graph.apart:
+            self._trade()
         if len(self.frame.jobs) <= _SMALL:
             self._exchange()
             self._refine()
 
     def _sweep(self, frame: Frame) -> tuple[Setting, ...]:
         """Tries all settings, and returns those that are to be tried for other frames: in a large graph the best."""
-        makespans = {setting: self._try(frame, setting) for setting in _SETTINGS}
-        ranked = sorted(_SETTINGS, key=makespans.__getitem__)  # stable: equals stay in their order
-        return tuple(ranked if len(frame.jobs) <= _SMALL else ranked[:_SETTINGS_OF_LARGE])
+        even, *others = _SHARES
+        settings: list[Setting] = list(itertools.product((even,), POLICIES, _AHEAD, (True, False)))
+        few = _SETTINGS_OF_LARGE if len(frame.jobs) > _SMALL else len(settings)
+        makespans = {setting: self._try(frame, setting) for setting in settings}
+        ranked = sorted(settings, key=makespans.__getitem__)[:few]  # stable: equals stay in their order
+        if self.graph.apart and max(frame.least[1]):
+            uneven: list[Setting] = [(share, *setting[1:]) for share in others for setting in ranked]
+            makespans |= {setting: self._try(frame, setting) for setting in uneven}
+            ranked = sorted([*ranked, *uneven], key=makespans.__getitem__)[:few]
+        return tuple(ranked)
 
     def _keep(self, order: tuple[int, ...]) -> None:
         """Keeps the first of the outputs worth keeping: tries a few numbers of them, then those around the best."""
@@ -149,6 +161,15 @@ class _Search:
         lifetimes = self.best.lifetimes
         for grouping in groupings(self.graph, lifetimes.kept):
             self._try_all(lifetimes, grouping)
+
+    def _trade(self) -> None:
+        """Gives each memory in turn what the other one leaves, while that helps."""
+        before = None
+        while before is not self.best:
+            before = self.best
+            for _, policy, ahead, patient in self.settings:
+                for limits in _left(self.best.most, self.budget):
+                    self._try_within(limits, self.frame, policy, ahead, patient)
 
     def _exchange(self) -> None:
         """Keeps one output more or less, or one instead of another, while that helps."""
@@ -174,7 +195,8 @@ class _Search:
                     continue  # the scheduler itself orders gathers among themselves, and reductions
                 trials -= 1
                 swapped = [*sequence[:place], second, first, *sequence[place + 2 :]]
-                self._try(self.frame, (in_order(swapped), _UNLIMITED, True))
+                for limits in _left(before.most, self.budget):
+                    self._try_within(limits, self.frame, in_order(swapped), _UNLIMITED, True)
                 if self.best is not before:
                     improved = True
                     break
@@ -187,11 +209,15 @@ class _Search:
 
     def _try(self, frame: Frame, setting: Setting) -> float:
         """Runs the list scheduler unless what there is will do, and returns the makespan if it is of interest."""
+        share, policy, ahead, patient = setting
+        limits = frame.limits(self.budget, share)
+        return math.inf if limits is None else self._try_within(limits, frame, policy, ahead, patient)
+
+    def _try_within(self, limits: Bytes, frame: Frame, policy: Policy, ahead: int, patient: bool) -> float:
         if self.best.now <= self.enough:
             return math.inf
-        policy, ahead, patient = setting
         limit = self.best.now * _LIMIT
-        machine = list_schedule(frame, self.budget, policy, ahead=ahead, patient=patient, limit=limit)
+        machine = list_schedule(frame, limits, policy, ahead=ahead, patient=patient, limit=limit)
         if machine is None:
             return math.inf
         if self._better(machine):
@@ -204,3 +230,9 @@ class _Search:
         if abs(machine.now - self.best.now) <= margin:
             return machine.peak < self.best.peak
         return machine.now < self.best.now
+
+
+def _left(most: Sequence[int], budget: int) -> tuple[Bytes, ...]:
+    """Limits under which a memory gets all of a budget that the other has left."""
+    first, second = most
+    return ((budget - second, second), (first, budget - first)) if second else ((budget, 0),)
