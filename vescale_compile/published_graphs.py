@@ -21,7 +21,8 @@ ASSUMPTIONS = """\
 Matrix products and attention at the share of the device's peak that large ones reach, everything else hidden by them;
 activation checkpointing of every layer; logits of all tokens at once, in bf16 and for the loss in fp32; tokens spread
 evenly over experts, which are gathered like all parameters (no expert parallelism); bf16 gathers, fp32 reductions, fp32
-parameters, gradients and AdamW states in memory; communication takes nothing from the computation beside it."""
+parameters, gradients and AdamW states in memory, what is gathered and what is reduced apart; communication takes
+nothing from the computation beside it."""
 
 
 def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int = 8192) -> TaskGraph:
@@ -84,7 +85,7 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
         nbytes = GRADIENT_BYTES * units[name]
         cost = collective_cost(cluster, "reduce_scatter", nbytes)
         transfers.append(_transfer(f"reduce {name}", cost, writers=backward, input_bytes=nbytes))
-    return TaskGraph(tuple(compute), tuple(transfers))
+    return TaskGraph(tuple(compute), tuple(transfers), apart=True)
 
 
 def _transfer(name: str, cost: CollectiveCost, **uses: object) -> Transfer:

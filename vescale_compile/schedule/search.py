@@ -37,10 +37,10 @@ _SETTINGS_OF_LARGE = 3
 _LIMIT = 1 + 1e-9
 _AS_FAST = 0.0005  # of the makespan: what is printed has three digits
 _TOLERANCE = 0.01  # of the makespan, given up for memory where there is no budget: it can save gigabytes
-
-_SHARES = (0.5, 0.25, 0.75)  # of spare memory, for what is received where that lies apart
+_SHARES = (0.5, 0.25, 0.75)  # of spare memory, for the first of two memories
 
 Setting = tuple[float, Policy, int, bool]
+"""The first memory's share, and what the list scheduler is told: a policy, how far ahead it launches, its patience."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +127,21 @@ class _Search:
         first, second = self.frame.least
         self._keep(keepable(graph, [held + max(second) for held in first], budget))
         self._merge()
-        if graph.apart:
+        if any(self.frame.least[1]):
             self._trade()
         if len(self.frame.jobs) <= _SMALL:
             self._exchange()
             self._refine()
 
     def _sweep(self, frame: Frame) -> tuple[Setting, ...]:
-        """Tries all settings, and returns those that are to be tried for other frames: in a large graph the best."""
+        """Tries all settings, where there are two memories with the spare one halved, and the best of them with other
+        shares. Returns those that are to be tried for other frames: in a large graph the best."""
         even, *others = _SHARES
         settings: list[Setting] = list(itertools.product((even,), POLICIES, _AHEAD, (True, False)))
         few = _SETTINGS_OF_LARGE if len(frame.jobs) > _SMALL else len(settings)
         makespans = {setting: self._try(frame, setting) for setting in settings}
         ranked = sorted(settings, key=makespans.__getitem__)[:few]  # stable: equals stay in their order
-        if self.graph.apart and max(frame.least[1]):
+        if any(frame.least[1]):
             uneven: list[Setting] = [(share, *setting[1:]) for share in others for setting in ranked]
             makespans |= {setting: self._try(frame, setting) for setting in uneven}
             ranked = sorted([*ranked, *uneven], key=makespans.__getitem__)[:few]
