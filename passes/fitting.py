@@ -11,7 +11,7 @@ from itertools import pairwise
 from ..schedule import Scheduled, TaskGraph, find_schedule, lower_bound
 
 _ATTEMPTS = 6  # at a schedule whose slots fit
-_CLOSE = 1 / 16  # of the budget's room, between one that fits and one that does not
+_CLOSE = 1 / 16  # of the budget's room: between limits that are nearer none is tried
 _NEAR = 1.05  # times the bound: what takes no longer is not worth more memory
 _MORE = (2, 4)  # times the budget's room, for what is far from the bound
 _BETWEEN = 8  # attempts, for such, at less memory for as much time
