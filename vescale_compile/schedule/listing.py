@@ -98,7 +98,7 @@ def list_schedule(
         limit: seconds; a program that can't but take longer is of no interest.
 
     Returns:
-        The machine after the program; None if it exceeds the limits.
+        The machine after the program; None if it exceeds ``limits`` or ``limit``.
     """
     walk = _Walk(frame, limits, policy, ahead, patient)
     for position in range(walk.end):
@@ -106,7 +106,7 @@ def list_schedule(
         if walk.least_makespan() > limit:
             return None
     walk.finish()
-    fits = all(most <= limit for most, limit in zip(walk.machine.most, limits, strict=True))
+    fits = all(most <= allowed for most, allowed in zip(walk.machine.most, limits, strict=True))
     return walk.machine if fits else None
 
 

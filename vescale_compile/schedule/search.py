@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vescale_compile.schedule.bound import lower_bound
 from vescale_compile.schedule.budget import check_budget, least_peak
@@ -39,8 +40,14 @@ _AS_FAST = 0.0005  # of the makespan: what is printed has three digits
 _TOLERANCE = 0.01  # of the makespan, given up for memory where there is no budget: it can save gigabytes
 _SHARES = (0.5, 0.25, 0.75)  # of spare memory, for the first of two memories
 
-Setting = tuple[float, Policy, int, bool]
-"""The first memory's share, and what the list scheduler is told: a policy, how far ahead it launches, its patience."""
+
+class Setting(NamedTuple):
+    """The first memory's share of what is spare, and what the list scheduler is told beside."""
+
+    share: float
+    policy: Policy
+    ahead: int
+    patient: bool
 
 
 @dataclass(frozen=True)
@@ -137,12 +144,12 @@ class _Search:
         """Tries all settings, where there are two memories with the spare one halved, and the best of them with other
         shares. Returns those that are to be tried for other frames: in a large graph the best."""
         even, *others = _SHARES
-        settings: list[Setting] = list(itertools.product((even,), POLICIES, _AHEAD, (True, False)))
+        settings = list(itertools.starmap(Setting, itertools.product((even,), POLICIES, _AHEAD, (True, False))))
         few = _SETTINGS_OF_LARGE if len(frame.jobs) > _SMALL else len(settings)
         makespans = {setting: self._try(frame, setting) for setting in settings}
         ranked = sorted(settings, key=makespans.__getitem__)[:few]  # stable: equals stay in their order
         if any(frame.least[1]):
-            uneven: list[Setting] = [(share, *setting[1:]) for share in others for setting in ranked]
+            uneven = [setting._replace(share=share) for share in others for setting in ranked]
             makespans |= {setting: self._try(frame, setting) for setting in uneven}
             ranked = sorted([*ranked, *uneven], key=makespans.__getitem__)[:few]
         return tuple(ranked)
@@ -168,9 +175,9 @@ class _Search:
         before = None
         while before is not self.best:
             before = self.best
-            for _, policy, ahead, patient in self.settings:
+            for setting in self.settings:
                 for limits in _left(self.best.most, self.budget):
-                    self._try_within(limits, self.frame, policy, ahead, patient)
+                    self._try_within(limits, self.frame, setting)
 
     def _exchange(self) -> None:
         """Keeps one output more or less, or one instead of another, while that helps."""
@@ -196,8 +203,9 @@ class _Search:
                     continue  # the scheduler itself orders gathers among themselves, and reductions
                 trials -= 1
                 swapped = [*sequence[:place], second, first, *sequence[place + 2 :]]
+                setting = Setting(_SHARES[0], in_order(swapped), _UNLIMITED, True)
                 for limits in _left(before.most, self.budget):
-                    self._try_within(limits, self.frame, in_order(swapped), _UNLIMITED, True)
+                    self._try_within(limits, self.frame, setting)
                 if self.best is not before:
                     improved = True
                     break
@@ -210,14 +218,14 @@ class _Search:
 
     def _try(self, frame: Frame, setting: Setting) -> float:
         """Runs the list scheduler unless what there is will do, and returns the makespan if it is of interest."""
-        share, policy, ahead, patient = setting
-        limits = frame.limits(self.budget, share)
-        return math.inf if limits is None else self._try_within(limits, frame, policy, ahead, patient)
+        limits = frame.limits(self.budget, setting.share)
+        return math.inf if limits is None else self._try_within(limits, frame, setting)
 
-    def _try_within(self, limits: Bytes, frame: Frame, policy: Policy, ahead: int, patient: bool) -> float:
+    def _try_within(self, limits: Bytes, frame: Frame, setting: Setting) -> float:
         if self.best.now <= self.enough:
             return math.inf
         limit = self.best.now * _LIMIT
+        _, policy, ahead, patient = setting
         machine = list_schedule(frame, limits, policy, ahead=ahead, patient=patient, limit=limit)
         if machine is None:
             return math.inf

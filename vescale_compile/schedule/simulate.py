@@ -34,7 +34,7 @@ class Timeline:
         exposed: time in which the computation stands still and waits.
         slowdown: time that the computation lost to launches, and to transfers that load the compute device.
         communication: sum of the transfers' durations, each with the wire to itself.
-        peak_bytes: the most memory live at any instruction.
+        peak_bytes: the most memory live at any instruction; of memories that are apart, each at its fullest.
         runs: start and stop of each compute task.
         transfers: in launch order.
         tail: time at the end in which nothing is left to compute or to launch.
