@@ -1,5 +1,6 @@
 """``vc.simulate`` and the commands that use it: predictions for clusters that are not there."""
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -28,6 +29,11 @@ SLOW = replace(H100, within=replace(H100.within, bandwidth=1e6))
 
 
 CONFIG = LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2)
+
+
+def small(**config) -> Llama:
+    with torch.device("meta"):
+        return Llama(LlamaConfig(layers=1, dim=16, heads=2, kv_heads=1, **config))
 
 
 def simulated(model: nn.Module | None = None, **options) -> Simulation:
@@ -69,7 +75,7 @@ def test_nothing_is_computed_during_launches():
 
 
 def test_no_step_takes_less_than_the_bound_and_one_whose_units_are_alike_hardly_more():
-    config = LlamaConfig(layers=12, dim=512, heads=8, kv_heads=4)
+    config = LlamaConfig(layers=6, dim=512, heads=8, kv_heads=4)
     tokens = torch.empty(1, 1024, dtype=torch.int64, device="meta")
     for cluster in (H100, replace(H100, within=replace(H100.within, bandwidth=2e9))):
         with torch.device("meta"):
@@ -79,7 +85,7 @@ def test_no_step_takes_less_than_the_bound_and_one_whose_units_are_alike_hardly_
 
 def test_a_budget_that_the_usual_schedule_fits_in_makes_no_step_slower():
     """What is kept for the backward leaves room to gather ahead, or is not kept."""
-    config = LlamaConfig(layers=6, dim=512, heads=8, kv_heads=4)
+    config = LlamaConfig(layers=4, dim=512, heads=8, kv_heads=4)
     tokens = torch.empty(1, 1024, dtype=torch.int64, device="meta")
 
     def within(budget: int | None) -> Simulation:
@@ -89,7 +95,7 @@ def test_a_budget_that_the_usual_schedule_fits_in_makes_no_step_slower():
 
     usual = within(None)
     taken = usual.peak_bytes - usual.state_bytes
-    some = [within(round(taken * share)) for share in (1.005, 1.05, 1.2)]
+    some = [within(round(taken * share)) for share in (1.005, 1.2)]
     assert all(each.step_seconds <= 1.005 * usual.step_seconds for each in some)
     assert some[-1].communication_seconds < 0.9 * usual.communication_seconds
 
@@ -144,8 +150,7 @@ def test_models_that_run_beside_it_do_not_share_its_memory():
 
 
 def test_tied_parameters_stay_tied():
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(layers=1, dim=16, heads=2, kv_heads=1, tie_embeddings=True))
+    model = small(tie_embeddings=True)
     model.also = model.embedding
     numel = sum(param.numel() for param in model.parameters())
     assert simulated(model).trained_bytes <= 4 * numel / 8 + 64
@@ -156,7 +161,7 @@ def test_the_model_is_sharded_as_asked():
         vc.fully_shard(model, reshard_after_forward=False)
 
     with torch.device("meta"):  # of two layers one ahead is all
-        model = Llama(replace(CONFIG, layers=6))
+        model = Llama(replace(CONFIG, layers=4))
     kept, resharded = simulated(model, shard=each_layer_kept), simulated(model)
     assert {unit.after_forward for unit in kept.graphs[0].units} == {"kept"}
     assert kept.communication_seconds < resharded.communication_seconds
@@ -166,13 +171,14 @@ def test_the_model_is_sharded_as_asked():
 @pytest.mark.parametrize(("cluster", "cast"), [("h100", False), ("mi300x", True)])
 def test_products_are_cast_to_fp32_where_the_clusters_library_does_not_write_it(cluster, cast):
     policy = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = simulated(cluster=gpu_cluster(cluster, 8), shard=lambda model: vc.fully_shard(model, mp_policy=policy))
+    shard = functools.partial(vc.fully_shard, mp_policy=policy)
+    found = simulated(small(), cluster=gpu_cluster(cluster, 8), shard=shard)
     assert ("aten.mm.default gives another dtype" in str(found.graphs[0])) is cast
 
 
 def test_in_evaluation_there_is_a_forward_alone():
     with torch.no_grad():
-        assert simulated().graphs[0].parts.keys() == {Part.INFERENCE}
+        assert simulated(small()).graphs[0].parts.keys() == {Part.INFERENCE}
 
 
 def test_the_text_has_step_bound_and_memory(usual):
@@ -196,7 +202,7 @@ def test_a_step_that_lacks_memory_of_the_device_is_said_to(usual, capsys):
 
 def test_a_sharded_model_is_refused():
     with fake_world(8), pytest.raises(ValueError, match="simulate: the model is sharded already"):
-        simulated(vc.fully_shard(Llama(LlamaConfig(layers=1, dim=16, heads=2, kv_heads=1))))
+        simulated(vc.fully_shard(small()))
 
 
 def test_a_function_that_shards_nothing_is_refused():
@@ -205,7 +211,7 @@ def test_a_function_that_shards_nothing_is_refused():
 
 
 def test_the_last_node_may_have_fewer_ranks():
-    assert "12 x h100 on 2 nodes" in str(simulated(world_size=12))
+    assert "12 x h100 on 2 nodes" in str(simulated(small(), world_size=12))
 
 
 def test_no_ranks_are_refused():
@@ -215,7 +221,7 @@ def test_no_ranks_are_refused():
 
 def test_a_budget_that_nothing_fits_in_is_an_error_of_the_graph():
     with pytest.raises(GraphError, match=r"\[rank 0\] .*memory_budget is .* needs"):
-        simulated(memory_budget="1KB")
+        simulated(small(), memory_budget="1KB")
     assert not dist.is_initialized()
 
 
@@ -234,14 +240,13 @@ def refused_on_a_rank() -> str:
 
 def test_in_a_fake_group_of_the_programs_own_too_each_prediction_stands_for_itself():
     longer = torch.empty(2, 256, dtype=torch.int64, device="meta")  # which leaves no room to keep anything
-    with torch.device("meta"):
-        model = Llama(CONFIG)
+    model = small()
     needed = vc.simulate(model, longer, longer, cluster=SLOW, world_size=8)
     budget = needed.peak_bytes - needed.state_bytes
-    expected = simulated(cluster=SLOW, memory_budget=budget)
+    expected = simulated(small(), cluster=SLOW, memory_budget=budget)
     with fake_world(8):
         vc.simulate(model, longer, longer, cluster=SLOW, world_size=8, memory_budget=budget)
-        assert simulated(cluster=SLOW, memory_budget=budget) == expected
+        assert simulated(small(), cluster=SLOW, memory_budget=budget) == expected
 
 
 def test_a_real_process_group_is_refused_and_the_rank_named():
