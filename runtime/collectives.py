@@ -88,7 +88,8 @@ def start_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def start_all_gathers(gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Pending:
-    """:func:`start_all_gather` of several pairs of ``shard`` and ``full``, of one dtype, as one collective."""
+    """:func:`start_all_gather` of several pairs of ``shard`` and ``full``, of one dtype, as one collective, which may be
+    waited for several times."""
     outputs = [full for _, full in gathers]
 
     def run(async_op: bool) -> Pending:
@@ -97,7 +98,7 @@ def start_all_gathers(gathers: Sequence[tuple[Tensor, Tensor]], group: dist.Proc
 
     if outputs[0].device.type == "cuda":
         return _on_stream("gather", outputs[0].device, lambda: run(False))
-    return run(True)
+    return _waited_once(run(True).wait)
 
 
 def start_all_to_all(
@@ -168,29 +169,23 @@ def start_reduce_scatter(
     return _Deferred(finish)
 
 
-def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[Pending]:
-    """:func:`start_reduce_scatter` of several pairs of ``full`` and ``shard``, of one dtype, as one collective."""
+def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Pending:
+    """:func:`start_reduce_scatter` of several pairs of ``full`` and ``shard``, of one dtype, as one collective, which may
+    be waited for several times."""
     inputs, outputs = (list(each) for each in zip(*reductions, strict=True))
     device = inputs[0].device
 
     def run(async_op: bool) -> Pending:
         return reduce_scatter_coalesced(outputs, inputs, _average(device, group), group, async_op=async_op)
 
+    def divide() -> None:
+        for shard in outputs:
+            _divide(shard, group)
+
     if device.type == "cuda":
-
-        def reduce() -> None:
-            run(False)
-            for shard in outputs:
-                _divide(shard, group)
-
-        return [_on_stream("reduce", device, reduce)] * len(outputs)
+        return _on_stream("reduce", device, lambda: (run(False), divide()))
     work = run(True)
-
-    def finish(shard: Tensor) -> None:
-        work.wait()
-        _divide(shard, group)
-
-    return [_Deferred(functools.partial(finish, shard)) for shard in outputs]
+    return _waited_once(lambda: (work.wait(), divide()))
 
 
 def checked_for_nan() -> bool:
@@ -285,6 +280,11 @@ class _Deferred:
 
     wait: Callable[[], object]
     uses: object = None
+
+
+def _waited_once(finish: Callable[[], object]) -> Pending:
+    """For work that copies its results out whenever it is waited for, as gloo's does: over what has been made of them."""
+    return _Deferred(functools.cache(finish))
 
 
 def _on_stream(name: str, device: torch.device, run: Callable[[], object]) -> Pending:

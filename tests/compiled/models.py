@@ -131,8 +131,11 @@ def wide() -> nn.Module:
     return Llama(LlamaConfig(layers=2, dim=320, heads=4, kv_heads=4, vocab_size=64))
 
 
+DEEP = 4
+
+
 def deep() -> nn.Module:
-    return Uneven(layers=6)
+    return Uneven(DEEP)
 
 
 def build(model: Model, seed: int = 0) -> nn.Module:

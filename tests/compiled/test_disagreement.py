@@ -250,7 +250,7 @@ def test_a_rank_that_can_not_compile_tells_the_others_why(what, failing):
     with pytest.MonkeyPatch.context() as patch:
         if mine:
             patch.setattr(backend, what, refuse)
-        _, call = models.sharded(lambda: models.Uneven(3 + failing))  # no such graph was agreed on
+        _, call = models.sharded(lambda: models.Uneven(models.DEEP + 1 + failing))  # no such graph was agreed on
         with pytest.raises(Exception, match="too many words" if mine else message):
             call(*models.batches(1, 11)[0])
     dist.barrier()

@@ -157,7 +157,7 @@ def test_those_casts_are_counted():
     with fake_world(2):
         entries = backward_of(mp_policy=BF16).entries
     casts = [entry.unit for entry in entries if entry.kind is Kind.CAST and entry.direction is Direction.REDUCE]
-    assert sorted(casts) == sorted(["(root)", *(f"layers.{number}" for number in range(6))])
+    assert sorted(casts) == sorted(["(root)", *(f"layers.{number}" for number in range(models.DEEP))])
 
 
 def test_reductions_whose_wait_communicates_are_waited_for_in_the_backward():

@@ -69,7 +69,7 @@ def test_of_gathers_that_take_no_memory_of_their_own_a_few_are_always_in_flight(
         schedule = explained(reshard=False, cluster=models.SLOW_WIRE).parts[Part.FORWARD].schedule
     events = [event.split()[0] for event in schedule]
     ahead = IN_FLIGHT
-    assert events == ["launch"] * ahead + ["wait", "launch"] * (7 - ahead) + ["wait"] * ahead
+    assert events == ["launch"] * ahead + ["wait", "launch"] * (models.DEEP + 1 - ahead) + ["wait"] * ahead
 
 
 def test_by_default_overlap_takes_what_one_unit_does_in_how_many_parts_it_may_be_gathered():
@@ -119,7 +119,7 @@ def test_the_scratch_of_a_reduction_lies_in_a_slot_from_its_launch_to_its_wait_o
     with exchanging_world(2):
         backward = explained(cluster=models.SLOW_WIRE).parts[Part.BACKWARD]
     lives = {tenant.what: tenant for slot in backward.slots for tenant in slot.tenants}
-    for unit in (f"layers.{number}" for number in range(6)):
+    for unit in (f"layers.{number}" for number in range(models.DEEP)):
         gradients, scratch = lives[f"gradients of {unit}"], lives[f"scratch of a reduction of {unit}"]
         assert gradients.first < scratch.first < scratch.last == gradients.last
 
