@@ -34,7 +34,7 @@ def test_batches_of_other_shapes_train_exactly(dynamic):
     losses = models.train(call, model.parameters(), data)
     reference = models.build(models.Uneven)
     compiled = torch.compile(reference, backend="aot_eager", dynamic=dynamic)
-    optimizer = models.adamw(reference.parameters())
+    optimizer = models.sgd(reference.parameters())
     for (tokens, labels), ours in zip(data, losses, strict=True):
         loss = compiled(tokens, labels)
         loss.backward()
@@ -86,7 +86,7 @@ def test_evaluation_between_steps_sees_the_current_parameters():
     model, call = models.sharded(models.Uneven)
     reference, compiled = unsharded()
     data = models.batches(4, 11)
-    optimizers = [models.adamw(model.parameters()), models.adamw(reference.parameters())]
+    optimizers = [models.sgd(model.parameters()), models.sgd(reference.parameters())]
     for (tokens, labels), mode in zip(data, [torch.no_grad, torch.inference_mode] * 2, strict=True):
         call(tokens, labels).backward()
         compiled(tokens, labels).backward()
@@ -120,7 +120,7 @@ def test_a_second_model_of_the_same_class_uses_its_own_parameters():
         call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
         losses = models.train(call, model.parameters(), data)
         reference = models.build(models.Uneven, seed)
-        optimizer = models.adamw(reference.parameters())
+        optimizer = models.sgd(reference.parameters())
         compiled = torch.compile(reference, backend="aot_eager")
         for (tokens, labels), ours in zip(data, losses, strict=True):
             loss = compiled(tokens, labels)

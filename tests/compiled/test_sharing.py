@@ -105,11 +105,11 @@ def test_training_is_the_same_with_shared_collectives(lowering, dtype):
             model = vc.fully_shard(models.build(build), mp_policy=vc.MixedPrecisionPolicy(param_dtype=dtype))
             options = {"lowering": lowering, "cluster": cluster, "memory_budget": "1MB"}
             call = torch.compile(model, backend="vescale", options=options)
-            losses.append(models.train(call, model.parameters(), data, models.sgd))
+            losses.append(models.train(call, model.parameters(), data))
         made.append((gathers.call_count > 0, reductions.call_count > 0))
     assert made == [(True, True), (False, False)]
     assert losses[0] == losses[1]
-    _, expected = models.train_unsharded(build, data, make_optimizer=models.sgd)
+    _, expected = models.train_unsharded(build, data)
     assert losses[0] == pytest.approx(expected, abs=0.05 if dtype else 1e-5)
 
 

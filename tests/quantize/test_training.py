@@ -102,8 +102,8 @@ def test_a_small_llama_learns_with_everything_quantized():
     torch._dynamo.reset()
     options = {"quantize": vc.BlockFP8((8, 8)), "quantize_gradients": vc.BlockInt8(32)}
     model, call = models.sharded(models.llama, compile="eager", **options)
-    losses = models.train(call, model.parameters(), models.batches(1, 64) * 30)
+    losses = models.train(call, model.parameters(), models.batches(1, 64) * 30, models.adamw)
     plain, call = models.sharded(models.llama, compile="eager")
-    unquantized = models.train(call, plain.parameters(), models.batches(1, 64) * 30)
+    unquantized = models.train(call, plain.parameters(), models.batches(1, 64) * 30, models.adamw)
     assert unquantized[-1] < 1 < unquantized[0]
     assert losses[-1] < 1.3 * unquantized[-1] + 0.05
