@@ -88,8 +88,8 @@ def start_gather_in_place(full: Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def start_all_gathers(gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Pending:
-    """:func:`start_all_gather` of several pairs of ``shard`` and ``full``, of one dtype, as one collective, which may be
-    waited for several times."""
+    """:func:`start_all_gather` of several pairs of ``shard`` and ``full``, of one dtype, as one collective. It
+    may be waited for several times."""
     outputs = [full for _, full in gathers]
 
     def run(async_op: bool) -> Pending:
@@ -170,22 +170,30 @@ def start_reduce_scatter(
 
 
 def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Pending:
-    """:func:`start_reduce_scatter` of several pairs of ``full`` and ``shard``, of one dtype, as one collective, which may
-    be waited for several times."""
+    """:func:`start_reduce_scatter` of several pairs of ``full`` and ``shard``, of one dtype, as one collective.
+    It may be waited for several times."""
     inputs, outputs = (list(each) for each in zip(*reductions, strict=True))
     device = inputs[0].device
 
     def run(async_op: bool) -> Pending:
         return reduce_scatter_coalesced(outputs, inputs, _average(device, group), group, async_op=async_op)
 
-    def divide() -> None:
+    if device.type == "cuda":
+
+        def reduce() -> None:
+            run(False)
+            for shard in outputs:
+                _divide(shard, group)
+
+        return _on_stream("reduce", device, reduce)
+    work = run(True)
+
+    def finish() -> None:
+        work.wait()
         for shard in outputs:
             _divide(shard, group)
 
-    if device.type == "cuda":
-        return _on_stream("reduce", device, lambda: (run(False), divide()))
-    work = run(True)
-    return _waited_once(lambda: (work.wait(), divide()))
+    return _waited_once(finish)
 
 
 def checked_for_nan() -> bool:
@@ -283,7 +291,7 @@ class _Deferred:
 
 
 def _waited_once(finish: Callable[[], object]) -> Pending:
-    """For work that copies its results out whenever it is waited for, as gloo's does: over what has been made of them."""
+    """Of work that copies its results out whenever it is waited for, as gloo's does: over what has become of them."""
     return _Deferred(functools.cache(finish))
 
 

@@ -162,7 +162,7 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """What a comparison takes that does not name another one. AdamW divides by a gradient's size: it hides a gradient
     that is twice what it should be, and makes a step of the last bits of a small one."""
-    return torch.optim.SGD(params, lr=1e-1)
+    return torch.optim.SGD(params, lr=1e-2)
 
 
 def sharded(model: Model, *, compile: str | None = "eager", **shard_options: Any) -> tuple[nn.Module, nn.Module]:
