@@ -91,7 +91,7 @@ def test_training_is_the_same_with_shared_collectives(lowering, dtype):
     """Over the backend's own collectives, which those of a GPU are."""
     build = models.deep if lowering == "eager" else functools.partial(models.Uneven, 1)  # which has fewer kernels
     data = models.batches(3, 11)
-    losses, made = [], []
+    losses, params, made = [], [], []
     for cluster in (SLOW_TO_START, models.SLOW_WIRE):
         torch._dynamo.reset()
         with (
@@ -106,9 +106,11 @@ def test_training_is_the_same_with_shared_collectives(lowering, dtype):
             options = {"lowering": lowering, "cluster": cluster, "memory_budget": "1MB"}
             call = torch.compile(model, backend="vescale", options=options)
             losses.append(models.train(call, model.parameters(), data))
+            params.append([param.full_tensor() for param in model.parameters()])
         made.append((gathers.call_count > 0, reductions.call_count > 0))
     assert made == [(True, True), (False, False)]
     assert losses[0] == losses[1]
+    assert all(map(torch.equal, *params))
     _, expected = models.train_unsharded(build, data)
     assert losses[0] == pytest.approx(expected, abs=0.05 if dtype else 1e-5)
 
