@@ -192,6 +192,9 @@ def test_a_step_that_lacks_memory_of_the_device_is_said_to(usual, capsys):
     found = replace(usual, cluster=small)
     assert (usual.lacking_bytes, found.lacking_bytes) == (0, 100)
     assert "too much by" in str(found) and "too much by" not in str(usual)
+    where = ("--model", "llama-3-70b", "--world", "64", "--cluster", "h100")
+    _, out, _ = command(capsys, "simulate", *where, "--budget", "40GB", "100GB")
+    assert out.count("more than a device has: the step would not run") == 0
     where = ("--model", "tiny", "--world", "8", "--batch", "100000", "--cluster", "h100")
     _, out, _ = command(capsys, "simulate", *where)
     assert out.count("more than a device has: the step would not run") == 1

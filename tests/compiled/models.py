@@ -159,10 +159,15 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
-def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(params: Iterable[nn.Parameter], lr: float = 1e-1) -> torch.optim.Optimizer:
     """What a comparison takes that does not name another one. AdamW divides by a gradient's size: it hides a gradient
     that is twice what it should be, and makes a step of the last bits of a small one."""
-    return torch.optim.SGD(params, lr=1e-2)
+    return torch.optim.SGD(params, lr=lr)
+
+
+def gentle_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """For programs that diverge, or whose rounding grows, by larger steps."""
+    return sgd(params, lr=1e-2)
 
 
 def sharded(model: Model, *, compile: str | None = "eager", **shard_options: Any) -> tuple[nn.Module, nn.Module]:

@@ -224,8 +224,9 @@ def differences(program, compile, steps=3, shape=(2, 12)):
     torch._dynamo.reset()
     data = models.batches(steps, 7, shape=shape)
     model, call = models.sharded(program, compile=compile)
-    losses = models.train(call, model.parameters(), data)
-    reference, expected = models.train_unsharded(program, data, "aot_eager" if compile else None)
+    losses = models.train(call, model.parameters(), data, models.gentle_sgd)
+    backend = "aot_eager" if compile else None
+    reference, expected = models.train_unsharded(program, data, backend, make_optimizer=models.gentle_sgd)
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True)), models.largest_difference(model, reference)
 
 
