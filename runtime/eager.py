@@ -25,7 +25,7 @@ from .unshard import unshard
 class _Gathered:
     """What one gather gave: views of one tensor."""
 
-    key: tuple[bool, bool, int]
+    key: tuple[bool | int, ...]
     params: tuple[Tensor, ...]
     version: int
 
@@ -81,9 +81,10 @@ def unsharded(binding: Binding) -> Tensor:
     return state.gathered.params[index]
 
 
-def _key(buffer: DBuffer) -> tuple[bool, bool, int]:
-    """Changes with whatever makes a gathered copy unusable: autograd's modes, a write to the shard."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _version(buffer.shard)
+def _key(buffer: DBuffer) -> tuple[bool | int, ...]:
+    """Changes with whatever makes a gathered copy unusable: autograd's modes, what is frozen, a write to the shard."""
+    trainable = (param.requires_grad for param in buffer.params)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _version(buffer.shard), *trainable
 
 
 def _gather(buffer: DBuffer) -> _Gathered:

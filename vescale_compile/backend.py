@@ -195,6 +195,8 @@ def _lower_inductor(
                 "combo_kernels": False,  # would be put together behind the check
                 # It copies gathered weights into padded ones, where this rank has found that faster by trying.
                 "shape_padding": False,
+                # Its sums over rows are new tensors wherever they are to be stored: gradients of norms would be lost.
+                "triton.mix_order_reduction": False,
                 "triton.cudagraphs": False,
                 "unsafe_marked_cacheable_functions": cacheable_functions(),
             },

@@ -222,6 +222,35 @@ def test_unfreezing_a_parameter_takes_effect():
     assert weight.grad is not None
 
 
+class Judged(nn.Module):
+    """Trains its body against a judge that is frozen there, and the judge beside it, in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.judge = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x, frozen_before):
+        self.judge.requires_grad_(not frozen_before)
+        made = self.body(x)
+        self.judge.requires_grad_(False)
+        of_body = self.judge(made).sum()
+        self.judge.requires_grad_(True)
+        return of_body + self.judge(made.detach()).square().sum()
+
+
+@pytest.mark.parametrize("frozen_before", [False, True])
+@pytest.mark.parametrize("compile", [None, "eager"])
+@on_ranks(2)
+def test_a_parameter_gets_no_gradient_where_it_is_frozen_and_one_where_it_is_not(compile, frozen_before):
+    torch._dynamo.reset()
+    model, call = models.sharded(Judged, compile=compile)
+    reference, x = models.build(Judged), torch.ones(4, 3)
+    for each in (call, reference):
+        each(x, frozen_before).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad)
+
+
 def test_a_call_compares_the_ranks_of_no_mesh():
     compared = []
 

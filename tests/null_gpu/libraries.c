@@ -1,9 +1,12 @@
 /* cuBLAS, NCCL and CUPTI on the null GPU: products and collectives are logged, and do nothing. */
+#include "computes.h"
 #include "log.h"
 
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 #include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 /* cuBLAS. Its handles remember a stream. */
 
@@ -22,20 +25,46 @@ int cublasGetStream_v2(void **handle, void **stream) {
   return 0;
 }
 
-static int product(void **handle, const void *a, const void *b, const void *c, int type_c) {
-  null_gpu_log("product %p %p %p %p %d", *handle, a, b, c, type_c);
+static size_t bytes_of(int type) { return type == CUDA_R_32F ? 4 : 2; }
+
+static int product(void **handle, Matrix a, Matrix b, Matrix c, int m, int n, int k, float alpha, float beta) {
+  null_gpu_log("product %p %p %p %p %d", *handle, a.start, b.start, c.start, c.type);
+  if (null_gpu_computes())
+    compute_product(a, b, c, m, n, k, alpha, beta);
   return 0;
 }
 
-int cublasGemmEx(void **handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha, const void *a,
-                 int type_a, int stride_a, const void *b, int type_b, int stride_b, const void *beta, void *c,
-                 int type_c) {
-  return product(handle, a, b, c, type_c);
+/* Factors are fp32 in the products of a model's matrices. */
+int cublasGemmStridedBatchedEx(void **handle, int turn_a, int turn_b, int m, int n, int k, const float *alpha,
+                               const char *a, int type_a, int stride_a, long long next_a, const char *b, int type_b,
+                               int stride_b, long long next_b, const float *beta, const char *c, int type_c,
+                               int stride_c, long long next_c, int count) {
+  for (int each = 0; each < count; each++)
+    product(handle, (Matrix){a + each * next_a * bytes_of(type_a), type_a, turn_a, stride_a},
+            (Matrix){b + each * next_b * bytes_of(type_b), type_b, turn_b, stride_b},
+            (Matrix){c + each * next_c * bytes_of(type_c), type_c, 0, stride_c}, m, n, k, *alpha, *beta);
+  return 0;
 }
 
-int cublasSgemm_v2(void **handle, int turn_a, int turn_b, int m, int n, int k, const void *alpha, const void *a,
-                   int stride_a, const void *b, int stride_b, const void *beta, void *c) {
-  return product(handle, a, b, c, CUDA_R_32F);
+int cublasSgemmStridedBatched(void **handle, int turn_a, int turn_b, int m, int n, int k, const float *alpha,
+                              const char *a, int stride_a, long long next_a, const char *b, int stride_b,
+                              long long next_b, const float *beta, const char *c, int stride_c, long long next_c,
+                              int count) {
+  return cublasGemmStridedBatchedEx(handle, turn_a, turn_b, m, n, k, alpha, a, CUDA_R_32F, stride_a, next_a, b,
+                                    CUDA_R_32F, stride_b, next_b, beta, c, CUDA_R_32F, stride_c, next_c, count);
+}
+
+int cublasGemmEx(void **handle, int turn_a, int turn_b, int m, int n, int k, const float *alpha, const void *a,
+                 int type_a, int stride_a, const void *b, int type_b, int stride_b, const float *beta, const void *c,
+                 int type_c, int stride_c) {
+  return product(handle, (Matrix){a, type_a, turn_a, stride_a}, (Matrix){b, type_b, turn_b, stride_b},
+                 (Matrix){c, type_c, 0, stride_c}, m, n, k, *alpha, *beta);
+}
+
+int cublasSgemm_v2(void **handle, int turn_a, int turn_b, int m, int n, int k, const float *alpha, const void *a,
+                   int stride_a, const void *b, int stride_b, const float *beta, const void *c, int stride_c) {
+  return cublasGemmEx(handle, turn_a, turn_b, m, n, k, alpha, a, CUDA_R_32F, stride_a, b, CUDA_R_32F, stride_b, beta,
+                      c, CUDA_R_32F, stride_c);
 }
 
 static int description(void **handle) {
@@ -54,7 +83,13 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *product, void *a, void *b
   return 0;
 }
 
-/* NCCL, whose header wants a C++ compiler with CUDA. A communicator is how many ranks it has, and which this is. */
+int cublasLtMatmul(void *handle) {
+  if (null_gpu_computes())
+    null_gpu_gives_up("products of cuBLASLt");
+  return 0;
+}
+
+/* NCCL, whose header wants a C++ compiler with CUDA. */
 
 typedef struct {
   char bytes[128];
@@ -62,10 +97,16 @@ typedef struct {
 
 static const int ITEM_BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* by data type */
 
-static int new_communicator(int **communicator, int ranks, int rank) {
-  *communicator = calloc(2, sizeof(int));
-  (*communicator)[0] = ranks;
-  (*communicator)[1] = rank;
+static int new_communicator(Communicator **communicator, int ranks, int rank, long id) {
+  *communicator = calloc(1, sizeof(Communicator));
+  **communicator = (Communicator){ranks, rank, id};
+  return 0;
+}
+
+int ncclGetUniqueId(UniqueId *id) {
+  static int made;
+  long number = ((long)getpid() << 16) + ++made;
+  memcpy(id->bytes, &number, sizeof number);
   return 0;
 }
 
@@ -74,68 +115,78 @@ int ncclGetVersion(int *version) {
   return 0;
 }
 
-int ncclCommInitRankConfig(int **communicator, int ranks, UniqueId id, int rank, void *config) {
-  return new_communicator(communicator, ranks, rank);
+int ncclCommInitRank(Communicator **communicator, int ranks, UniqueId id, int rank) {
+  long number;
+  memcpy(&number, id.bytes, sizeof number);
+  return new_communicator(communicator, ranks, rank, number);
 }
 
-int ncclCommInitRank(int **communicator, int ranks, UniqueId id, int rank) {
-  return new_communicator(communicator, ranks, rank);
+int ncclCommInitRankConfig(Communicator **communicator, int ranks, UniqueId id, int rank, void *config) {
+  return ncclCommInitRank(communicator, ranks, id, rank);
 }
 
-int ncclCommSplit(int *whole, int color, int key, int **communicator, void *config) {
-  return new_communicator(communicator, whole[0], whole[1]);
+int ncclCommSplit(Communicator *whole, int color, int key, Communicator **communicator, void *config) {
+  return new_communicator(communicator, whole->ranks, whole->rank, whole->id + 1 + color);
 }
 
-int ncclCommCount(const int *communicator, int *ranks) {
-  *ranks = communicator[0];
+int ncclCommCount(const Communicator *communicator, int *ranks) {
+  *ranks = communicator->ranks;
   return 0;
 }
 
-int ncclCommUserRank(const int *communicator, int *rank) {
-  *rank = communicator[1];
+int ncclCommUserRank(const Communicator *communicator, int *rank) {
+  *rank = communicator->rank;
   return 0;
 }
 
-int ncclCommGetAsyncError(int *communicator, int *error) {
+int ncclCommGetAsyncError(Communicator *communicator, int *error) {
   *error = 0;
   return 0;
 }
 
 const char *ncclGetErrorString(int result) { return "the null GPU knows no errors"; }
 
-const char *ncclGetLastError(int *communicator) { return "the null GPU knows no errors"; }
+const char *ncclGetLastError(Communicator *communicator) { return "the null GPU knows no errors"; }
 
 int ncclMemAlloc(void **address, size_t bytes) { return cudaMalloc(address, bytes); }
 
-int ncclCommRegister(const int *communicator, void *address, size_t bytes, void **handle) {
+int ncclCommRegister(const Communicator *communicator, void *address, size_t bytes, void **handle) {
   null_gpu_log("registered %p %zu", address, bytes);
   *handle = address;
   return 0;
 }
 
-int ncclAllGather(const void *sent, void *received, size_t count, int type, int *communicator, cudaStream_t stream) {
+int ncclAllGather(const void *sent, void *received, size_t count, int type, Communicator *communicator, cudaStream_t stream) {
   size_t bytes = count * ITEM_BYTES[type];
-  null_gpu_log("all_gather %p %p %zu %p %zu", (void *)stream, sent, bytes, received, communicator[0] * bytes);
+  null_gpu_log("all_gather %p %p %zu %p %zu", (void *)stream, sent, bytes, received, communicator->ranks * bytes);
+  if (null_gpu_computes())
+    compute_collective(GATHER, sent, received, count, type, 0, communicator);
   return 0;
 }
 
-int ncclReduceScatter(const void *sent, void *received, size_t count, int type, int op, int *communicator,
+int ncclReduceScatter(const void *sent, void *received, size_t count, int type, int op, Communicator *communicator,
                       cudaStream_t stream) {
   size_t bytes = count * ITEM_BYTES[type];
-  null_gpu_log("reduce_scatter %p %p %zu %p %zu", (void *)stream, sent, communicator[0] * bytes, received, bytes);
+  null_gpu_log("reduce_scatter %p %p %zu %p %zu", (void *)stream, sent, communicator->ranks * bytes, received, bytes);
+  if (null_gpu_computes())
+    compute_collective(REDUCE_SCATTER, sent, received, count, type, op, communicator);
   return 0;
 }
 
-int ncclAllReduce(const void *sent, void *received, size_t count, int type, int op, int *communicator,
+int ncclAllReduce(const void *sent, void *received, size_t count, int type, int op, Communicator *communicator,
                   cudaStream_t stream) {
   size_t bytes = count * ITEM_BYTES[type];
   null_gpu_log("all_reduce %p %p %zu %p %zu", (void *)stream, sent, bytes, received, bytes);
+  if (null_gpu_computes())
+    compute_collective(REDUCE, sent, received, count, type, op, communicator);
   return 0;
 }
 
-int ncclAlltoAll(const void *sent, void *received, size_t count, int type, int *communicator, cudaStream_t stream) {
-  size_t bytes = communicator[0] * count * ITEM_BYTES[type];
+int ncclAlltoAll(const void *sent, void *received, size_t count, int type, Communicator *communicator, cudaStream_t stream) {
+  size_t bytes = communicator->ranks * count * ITEM_BYTES[type];
   null_gpu_log("all_to_all %p %p %zu %p %zu", (void *)stream, sent, bytes, received, bytes);
+  if (null_gpu_computes())
+    compute_collective(SWAP, sent, received, count, type, 0, communicator);
   return 0;
 }
 

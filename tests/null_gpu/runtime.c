@@ -1,6 +1,7 @@
 /* CUDA's runtime on a machine without a GPU: memory is the host's, kernels do nothing, and all succeeds.
 
    Streams and events are numbers. What happens on them is logged in the order in which it was asked for. */
+#include "computes.h"
 #include "log.h"
 
 #include <cuda_runtime_api.h>
@@ -192,7 +193,7 @@ cudaError_t cudaMemcpyAsync(void *target, const void *source, size_t bytes, enum
                             cudaStream_t stream) {
   null_gpu_log("%s %p %p %p %zu", kind == cudaMemcpyDeviceToDevice ? "copy" : "transfer", (void *)stream, target,
                source, bytes);
-  if (kind != cudaMemcpyDeviceToDevice || bytes < LARGE)
+  if (kind != cudaMemcpyDeviceToDevice || bytes < LARGE || null_gpu_computes())
     memmove(target, source, bytes);
   return cudaSuccess;
 }
@@ -203,7 +204,7 @@ cudaError_t cudaMemcpy(void *target, const void *source, size_t bytes, enum cuda
 
 cudaError_t cudaMemsetAsync(void *target, int value, size_t bytes, cudaStream_t stream) {
   null_gpu_log("fill %p %p %zu", (void *)stream, target, bytes);
-  if (bytes < LARGE)
+  if (bytes < LARGE || null_gpu_computes())
     memset(target, value, bytes);
   return cudaSuccess;
 }
@@ -301,6 +302,8 @@ cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
 cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                              cudaStream_t stream) {
   null_gpu_log("kernel %p %p", (void *)stream, function);
+  if (null_gpu_computes())
+    null_gpu_gives_up("kernels of PyTorch's own");
   return cudaSuccess;
 }
 

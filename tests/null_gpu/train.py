@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vescale_compile.optim.gradients import UnusableGradients
 from vescale_compile.report import Report
 
 STEPS = 3
+WIDE = replace(SIZES["1B"], layers=4)
 QUANTIZED = {"quantize": vc.BlockFP8((64, 64)), "quantize_gradients": vc.BlockInt8(256)}
 
 
@@ -37,8 +39,8 @@ def train(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     torch.manual_seed(0)
     before = torch.cuda.memory_allocated()
     with device:
-        model = Llama(SIZES["small"])
-        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        model = Llama(WIDE if how["wide"] else SIZES["small"])
+        tokens = torch.zeros(2, 2048 if how["wide"] else 64, dtype=torch.int64)
     if how["own_kernels"]:
         _take_own_norms(model)
     vc.fully_shard(model, **_layout(how, world_size))

@@ -1,0 +1,98 @@
+"""Ranks that learn on null GPUs that compute, and say how far they are from what the unsharded model learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from computing import compute
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import vescale_compile as vc
+from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.local_ranks import start_local_ranks
+
+STEPS = 2
+VOCABULARY = 64
+
+
+class Biased(nn.Module):
+    """Layers and norms with biases, embeddings that are the head too, and a parameter that is read in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.gains = nn.Embedding(VOCABULARY, 32), nn.Parameter(torch.ones(3, 32))
+        self.layers = nn.ModuleList(BiasedLayer() for _ in range(2))
+        self.norm = nn.LayerNorm(32)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.gains[1]
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class BiasedLayer(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+
+def llama() -> Llama:
+    return Llama(LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=VOCABULARY))
+
+
+MODELS = {"llama": llama, "biased": Biased}
+
+
+def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvous: str) -> None:
+    compute()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    ours, theirs = MODELS[how["model"]](), MODELS[how["model"]]()
+    theirs.load_state_dict(ours.state_dict())
+    ours.to(device)
+    mesh = init_device_mesh("cuda", tuple(how["mesh"]), mesh_dim_names=("replicate", "shard")[-len(how["mesh"]) :])
+    policy = {name: getattr(torch, dtype) for name, dtype in how["policy"].items()}
+    vc.fully_shard(ours, mesh=mesh, mp_policy=vc.MixedPrecisionPolicy(**policy), reshard_after_forward=how["reshard"])
+    compiled = torch.compile(ours, backend="vescale", options=how["options"])
+    mine, whole = (torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (ours, theirs))
+    for _ in range(STEPS):
+        mine.zero_grad()
+        whole.zero_grad()
+        batches = torch.randint(VOCABULARY, (world_size, 2, 2, 8))
+        with sdpa_kernel(SDPBackend.MATH):  # of matrix products and kernels of Inductor's
+            compiled(*batches[rank].to(device)).backward(torch.ones(()).to(device))
+        torch.stack([theirs(*batch) for batch in batches]).mean().backward()
+        mine.step()
+        whole.step()
+    shard = rank % how["mesh"][-1]
+    errors = {name: _error(param, theirs.get_parameter(name), shard) for name, param in ours.named_parameters()}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(errors))
+    dist.destroy_process_group()
+
+
+def _error(param: vc.RaggedDTensor, theirs: nn.Parameter, shard: int) -> float:
+    """The larger of the last gradient's error in this shard, relative to the whole gradient, and of the parameter's."""
+    start, stop = param.placement.intervals(param.shape)[shard]
+    found = [(param.grad, theirs.grad), (param, theirs)]
+    pairs = [(ours.to_local().detach().cpu(), whole.detach().flatten()) for ours, whole in found]
+    return max(((ours - whole[start:stop]).norm() / whole.norm()).item() for ours, whole in pairs)
+
+
+if __name__ == "__main__":
+    os.environ["NULL_GPU_COMPUTES"] = sys.argv[1]
+    how = json.loads(sys.argv[2])
+    ranks = torch.Size(how["mesh"]).numel()
+    start_local_ranks(learn, (sys.argv[1], how), ranks)

@@ -1,0 +1,63 @@
+"""What a step on GPUs computes, on a machine without one: gradients and parameters beside the unsharded model's.
+
+Null GPUs compute what they are asked for: matrix products, collectives, Triton's kernels by its interpreter. Where
+PyTorch is built with CUDA: ``make test TORCH=torch==2.11.0 VENV=.venv-cuda ARGS=tests/test_null_gpu_numbers.py``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from null_gpu.build import build
+
+LEARN = Path(__file__).parent / "null_gpu" / "learn.py"
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.03}
+"""of gradients, relative"""
+HALF = {"param_dtype": "bfloat16"}
+
+pytestmark = [
+    pytest.mark.slow,  # left out of `make test-fast`
+    pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of PyTorch can't use GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def computing_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process with GPUs that compute."""
+    interpreted = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "NULL_GPU_COUNT": "4"}
+    return {**os.environ, **build(tmp_path_factory.mktemp("null_gpu")), **interpreted}
+
+
+def errors(environment: dict[str, str], folder: Path, **how: Any) -> dict[str, float]:
+    """By parameter, the largest on any rank after some steps."""
+    defaults = {"model": "llama", "mesh": [2], "policy": {}, "reshard": True, "options": {}}
+    environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    command = [sys.executable, str(LEARN), str(folder), json.dumps(defaults | how)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("model", ["llama", "biased"])
+@pytest.mark.parametrize("policy", [{}, HALF, HALF | {"reduce_dtype": "float32"}], ids=["fp32", "bf16", "mixed"])
+def test_gradients_and_parameters_are_those_of_the_unsharded_model(
+    model: str, policy: dict[str, str], reshard: bool, computing_gpus: dict[str, str], tmp_path: Path
+) -> None:
+    found = errors(computing_gpus, tmp_path, model=model, policy=policy, reshard=reshard)
+    assert max(found.values()) < ROUNDING[policy.get("param_dtype", "float32")]
+
+
+def test_so_they_are_over_replicas(computing_gpus: dict[str, str], tmp_path: Path) -> None:
+    assert max(errors(computing_gpus, tmp_path, mesh=[2, 2]).values()) < ROUNDING["float32"]
+
+
+def test_so_they_are_in_registered_memory(computing_gpus: dict[str, str], tmp_path: Path) -> None:
+    found = errors(computing_gpus, tmp_path, options={"registered_memory": True})
+    assert max(found.values()) < ROUNDING["float32"]
