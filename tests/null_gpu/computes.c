@@ -1,8 +1,10 @@
 /* What the null GPU computes, if asked to: products and collectives, as they are launched. Kernels it doesn't know. */
 #include "computes.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -13,12 +15,14 @@
 
 int null_gpu_computes(void) { return getenv("NULL_GPU_COMPUTES") != NULL; }
 
-__attribute__((noreturn)) static void give_up(const char *why, int number) {
-  fprintf(stderr, "the null GPU does not compute %s %d\n", why, number);
+void null_gpu_gives_up(const char *what, ...) {
+  va_list arguments;
+  va_start(arguments, what);
+  fputs("the null GPU does not compute ", stderr);
+  vfprintf(stderr, what, arguments);
+  fputs("\n", stderr);
   abort();
 }
-
-void null_gpu_gives_up(const char *what) { give_up(what, 0); }
 
 static double load(const void *from, size_t at, cudaDataType type) {
   float value;
@@ -30,14 +34,8 @@ static double load(const void *from, size_t at, cudaDataType type) {
     bits = (uint32_t)((const uint16_t *)from)[at] << 16;
     memcpy(&value, &bits, sizeof bits);
     return value;
-  case CUDA_R_32I:
-    return ((const int32_t *)from)[at];
-  case CUDA_R_64I:
-    return ((const int64_t *)from)[at];
-  case CUDA_R_8U:
-    return ((const uint8_t *)from)[at];
   default:
-    give_up("numbers of type", type);
+    null_gpu_gives_up("numbers of type %d", type);
   }
 }
 
@@ -52,17 +50,8 @@ static void store(void *to, size_t at, cudaDataType type, double wide) {
     memcpy(&bits, &value, sizeof bits);
     ((uint16_t *)to)[at] = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     break;
-  case CUDA_R_32I:
-    ((int32_t *)to)[at] = wide;
-    break;
-  case CUDA_R_64I:
-    ((int64_t *)to)[at] = wide;
-    break;
-  case CUDA_R_8U:
-    ((uint8_t *)to)[at] = wide;
-    break;
   default:
-    give_up("numbers of type", type);
+    null_gpu_gives_up("numbers of type %d", type);
   }
 }
 
@@ -83,31 +72,25 @@ void compute_product(Matrix a, Matrix b, Matrix c, int m, int n, int k, float al
 /* Ranks meet in a file, which has room for what each one sends. */
 
 #define ROOM ((size_t)16 << 20)
-#define MOST_COMMUNICATORS 64
+
+enum { NCCL_FLOAT = 7, NCCL_BFLOAT16 = 9, NCCL_SUM = 0, NCCL_AVERAGE = 4 };
 
 typedef struct {
   atomic_long arrivals;
   char sent[];
 } Meeting;
 
-static Meeting *meeting_of(const Communicator *communicator) {
-  static const Communicator *known[MOST_COMMUNICATORS];
-  static Meeting *meetings[MOST_COMMUNICATORS];
-  int number = 0;
-  while (known[number] != NULL && known[number] != communicator)
-    if (++number == MOST_COMMUNICATORS)
-      give_up("with communicators beyond", number);
-  if (known[number] == NULL) {
+static Meeting *meeting_of(Communicator *communicator) {
+  if (communicator->meeting == NULL) {
     char path[4096];
     size_t bytes = sizeof(Meeting) + communicator->ranks * ROOM;
     snprintf(path, sizeof path, "%s/communicator%ld", getenv("NULL_GPU_COMPUTES"), communicator->id);
     int file = open(path, O_RDWR | O_CREAT, 0600);
     if (file < 0 || ftruncate(file, bytes) != 0)
-      give_up("without a file for communicator", number);
-    meetings[number] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    known[number] = communicator;
+      null_gpu_gives_up("without a file to meet in: %s", strerror(errno));
+    communicator->meeting = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   }
-  return meetings[number];
+  return communicator->meeting;
 }
 
 static void meet(Meeting *meeting, int ranks) {
@@ -116,44 +99,32 @@ static void meet(Meeting *meeting, int ranks) {
     sched_yield();
 }
 
-static double reduced(const Meeting *meeting, int ranks, size_t at, cudaDataType type, int op) {
-  double result = load(meeting->sent, at, type);
-  for (int rank = 1; rank < ranks; rank++) {
-    double value = load(meeting->sent + rank * ROOM, at, type);
-    switch (op) {
-    case 0: /* sum */
-    case 4: /* average */
-      result += value;
-      break;
-    case 2: /* maximum */
-      result = value > result ? value : result;
-      break;
-    case 3: /* minimum */
-      result = value < result ? value : result;
-      break;
-    default:
-      give_up("reductions by operation", op);
-    }
-  }
-  return op == 4 ? result / ranks : result;
+static double sum(const Meeting *meeting, int ranks, size_t at, cudaDataType type) {
+  double result = 0;
+  for (int rank = 0; rank < ranks; rank++)
+    result += load(meeting->sent + rank * ROOM, at, type);
+  return result;
 }
 
-void compute_collective(Collective which, const void *sent, void *received, size_t count, int type, int op,
-                        const Communicator *communicator) {
-  static const int ITEM_BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-  static const cudaDataType TYPES[] = {CUDA_R_8I,  CUDA_R_8U,  CUDA_R_32I, CUDA_R_32U,  CUDA_R_64I, CUDA_R_64U,
-                                       CUDA_R_16F, CUDA_R_32F, CUDA_R_64F, CUDA_R_16BF, -1,         -1};
+void compute_collective(Collective which, const void *sent, void *received, size_t bytes, size_t count, int type,
+                        int op, Communicator *communicator) {
   int ranks = communicator->ranks, rank = communicator->rank;
-  size_t bytes = count * ITEM_BYTES[type], parts = which == GATHER || which == REDUCE ? 1 : ranks;
+  size_t parts = which == GATHER || which == REDUCE ? 1 : ranks;
   Meeting *meeting = meeting_of(communicator);
   if (parts * bytes > ROOM)
-    give_up("collectives of bytes", (int)(parts * bytes));
+    null_gpu_gives_up("collectives of %zu bytes from a rank", parts * bytes);
   memcpy(meeting->sent + rank * ROOM, sent, parts * bytes);
   meet(meeting, ranks);
-  for (int each = 0; each < ranks && (which == GATHER || which == SWAP); each++)
-    memcpy((char *)received + each * bytes, meeting->sent + each * ROOM + (which == SWAP ? rank * bytes : 0), bytes);
-  for (size_t at = 0; at < count && (which == REDUCE || which == REDUCE_SCATTER); at++)
-    store(received, at, TYPES[type],
-          reduced(meeting, ranks, at + (which == REDUCE_SCATTER ? rank * count : 0), TYPES[type], op));
+  if (which == GATHER || which == SWAP)
+    for (int each = 0; each < ranks; each++)
+      memcpy((char *)received + each * bytes, meeting->sent + each * ROOM + (which == SWAP ? rank * bytes : 0), bytes);
+  else {
+    cudaDataType number = type == NCCL_FLOAT ? CUDA_R_32F : type == NCCL_BFLOAT16 ? CUDA_R_16BF : -1;
+    size_t first = which == REDUCE_SCATTER ? rank * count : 0;
+    if (op != NCCL_SUM && op != NCCL_AVERAGE)
+      null_gpu_gives_up("reductions by operation %d", op);
+    for (size_t at = 0; at < count; at++)
+      store(received, at, number, sum(meeting, ranks, first + at, number) / (op == NCCL_AVERAGE ? ranks : 1));
+  }
   meet(meeting, ranks); /* before another sends */
 }

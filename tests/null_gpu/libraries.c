@@ -1,4 +1,4 @@
-/* cuBLAS, NCCL and CUPTI on the null GPU: products and collectives are logged, and do nothing. */
+/* cuBLAS, NCCL and CUPTI on the null GPU: products and collectives are logged, and do nothing unless it computes. */
 #include "computes.h"
 #include "log.h"
 
@@ -126,7 +126,9 @@ int ncclCommInitRankConfig(Communicator **communicator, int ranks, UniqueId id, 
 }
 
 int ncclCommSplit(Communicator *whole, int color, int key, Communicator **communicator, void *config) {
-  return new_communicator(communicator, whole->ranks, whole->rank, whole->id + 1 + color);
+  if (null_gpu_computes())
+    null_gpu_gives_up("on communicators that are split off");
+  return new_communicator(communicator, whole->ranks, whole->rank, 0);
 }
 
 int ncclCommCount(const Communicator *communicator, int *ranks) {
@@ -156,11 +158,12 @@ int ncclCommRegister(const Communicator *communicator, void *address, size_t byt
   return 0;
 }
 
-int ncclAllGather(const void *sent, void *received, size_t count, int type, Communicator *communicator, cudaStream_t stream) {
+int ncclAllGather(const void *sent, void *received, size_t count, int type, Communicator *communicator,
+                  cudaStream_t stream) {
   size_t bytes = count * ITEM_BYTES[type];
   null_gpu_log("all_gather %p %p %zu %p %zu", (void *)stream, sent, bytes, received, communicator->ranks * bytes);
   if (null_gpu_computes())
-    compute_collective(GATHER, sent, received, count, type, 0, communicator);
+    compute_collective(GATHER, sent, received, bytes, count, type, 0, communicator);
   return 0;
 }
 
@@ -169,7 +172,7 @@ int ncclReduceScatter(const void *sent, void *received, size_t count, int type, 
   size_t bytes = count * ITEM_BYTES[type];
   null_gpu_log("reduce_scatter %p %p %zu %p %zu", (void *)stream, sent, communicator->ranks * bytes, received, bytes);
   if (null_gpu_computes())
-    compute_collective(REDUCE_SCATTER, sent, received, count, type, op, communicator);
+    compute_collective(REDUCE_SCATTER, sent, received, bytes, count, type, op, communicator);
   return 0;
 }
 
@@ -178,15 +181,16 @@ int ncclAllReduce(const void *sent, void *received, size_t count, int type, int 
   size_t bytes = count * ITEM_BYTES[type];
   null_gpu_log("all_reduce %p %p %zu %p %zu", (void *)stream, sent, bytes, received, bytes);
   if (null_gpu_computes())
-    compute_collective(REDUCE, sent, received, count, type, op, communicator);
+    compute_collective(REDUCE, sent, received, bytes, count, type, op, communicator);
   return 0;
 }
 
-int ncclAlltoAll(const void *sent, void *received, size_t count, int type, Communicator *communicator, cudaStream_t stream) {
+int ncclAlltoAll(const void *sent, void *received, size_t count, int type, Communicator *communicator,
+                 cudaStream_t stream) {
   size_t bytes = communicator->ranks * count * ITEM_BYTES[type];
   null_gpu_log("all_to_all %p %p %zu %p %zu", (void *)stream, sent, bytes, received, bytes);
   if (null_gpu_computes())
-    compute_collective(SWAP, sent, received, count, type, 0, communicator);
+    compute_collective(SWAP, sent, received, bytes / communicator->ranks, count, type, 0, communicator);
   return 0;
 }
 
