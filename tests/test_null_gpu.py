@@ -328,7 +328,7 @@ def test_the_peak_is_what_was_planned_with_the_workspaces_of_cublas(name: str, r
     assert each_run.peak - WORKSPACES == pytest.approx(each_run.planned + each_run.states, rel=0.03)
 
 
-def test_workspaces_of_attention_take_the_peak_at_most_10_percent_beyond_what_was_planned(wide_run: Trained) -> None:
+def test_as_wide_as_gpus_are_given_the_peak_is_within_10_percent_of_what_was_planned(wide_run: Trained) -> None:
     planned = wide_run.planned + wide_run.states
     assert planned <= wide_run.peak - WORKSPACES <= 1.1 * planned
 
