@@ -6,8 +6,6 @@ Where PyTorch is built with CUDA: ``make test TORCH=torch==2.11.0 VENV=.venv-cud
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from null_gpu.build import build
+from null_gpu.build import build, python
 from scripts import BENCH
 
 from vescale_compile.examples import llama
@@ -110,13 +108,6 @@ def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, **build(folder), **launcher, "NULL_GPU_COUNT": str(2 * RANKS)}
 
 
-def python(environment: dict[str, str], script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
-
-
 def trained(
     environment: dict[str, str],
     folder: Path,
@@ -130,7 +121,7 @@ def trained(
     wide: bool = False,
     **options: object,
 ) -> Trained:
-    """Rank 0 of some that train for three steps, on graphs lowered for them unless the environment names a cache."""
+    """Rank 0 of some that train for three steps, on graphs lowered for them unless others did so in the same folder."""
     how = {
         "quantized": quantized,
         "micro_batches": micro_batches,
@@ -141,10 +132,10 @@ def trained(
         "wide": wide,
         "options": options,
     }
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder), **environment}
+    environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     said = python(environment, TRAIN, str(RANKS * replicas), str(folder), json.dumps(how)).stdout.splitlines()[-1]
     log = [line.split() for line in (folder / "rank0.log").open()]
-    modules = [path.read_text() for path in Path(environment["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py")]
+    modules = [path.read_text() for path in folder.rglob("*.py")]
     return Trained(**json.loads(said), log=log, code=[module for module in modules if "def call(" in module])
 
 
@@ -360,8 +351,7 @@ def test_an_optimizer_that_refuses_gradients_waits_for_them_when_the_backward_ha
 def test_a_second_start_finds_the_graphs_of_the_first_and_launches_the_same(
     null_gpu: dict[str, str], tmp_path: Path
 ) -> None:
-    environment = {**null_gpu, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    cold, warm = trained(environment, tmp_path), trained(environment, tmp_path)
+    cold, warm = trained(null_gpu, tmp_path), trained(null_gpu, tmp_path)
     assert (cold.found, warm.found) == (0, 1)
     assert [line[0] for line in warm.step] == [line[0] for line in cold.step]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def build(folder: Path) -> dict[str, str]:
     told.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return {"LD_PRELOAD": str(made), "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder), "PATH": path}
+
+
+def python(environment: dict[str, str], script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script, which must succeed, in the environment of a process with null GPUs."""
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
 
 
 def _compiled(source: Path, folder: Path, headers: Sequence[Path] = ()) -> Path:

@@ -14,40 +14,39 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from torch._inductor.runtime import triton_helpers
+from torch._ops import OpOverload
 from torch.library import Library
 from torch.utils._pytree import tree_map
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+aten = torch.ops.aten
 _OPERATORS = [
-    "add.Tensor",
-    "add_.Tensor",
-    "addmm",
-    "addmm.out",
-    "copy_",
-    "div.Tensor",
-    "fill_.Scalar",
-    "full.out",
-    "index.Tensor",
-    "index_copy_",
-    "index_select",
-    "mul.Tensor",
-    "mul_.Tensor",
-    "sum.dim_IntList",
-    "zero_",
+    aten.add.Tensor,
+    aten.add_.Tensor,
+    aten.addmm.default,
+    aten.addmm.out,
+    aten.copy_.default,
+    aten.div.Tensor,
+    aten.fill_.Scalar,
+    aten.full.out,
+    aten.index.Tensor,
+    aten.index_copy_.default,
+    aten.index_select.default,
+    aten.mul.Tensor,
+    aten.mul_.Tensor,
+    aten.sum.dim_IntList,
+    aten.zero_.default,
 ]
 """that run outside Inductor's kernels, by the optimizer, say; of any other kernel the null GPU says that it can't"""
-_NAMED_OTHERWISE = {"rsqrt": lambda x: 1 / np.sqrt(x), "nearbyint": np.rint}
+_NAMED_OTHERWISE = {"rsqrt": lambda x: 1 / np.sqrt(x)}
 _library = Library("aten", "IMPL")
 _atomic = InterpreterBuilder.create_atomic_rmw
 
 
 def compute() -> None:
     """From now on. With TRITON_INTERPRET in the environment since before Triton was imported."""
-    for name in _OPERATORS:
-        operator = torch.ops.aten
-        for part in (name if "." in name else f"{name}.default").split("."):
-            operator = getattr(operator, part)
-        _library.impl(name, _computing(operator), "CUDA")
+    for operator in _OPERATORS:
+        _library.impl(operator, _computing(operator), "CUDA")
     triton_helpers.libdevice = _Functions()
     GridExecutor._init_args_hst = lambda _, args, kwargs: tree_map(_on_the_cpu, (list(args), kwargs))
     GridExecutor._restore_args_dev = lambda *_: None
@@ -66,11 +65,11 @@ def _on_the_cpu(value: Any) -> Any:
     return torch.empty(0, dtype=value.dtype).set_(same, value.storage_offset(), value.shape, value.stride())
 
 
-def _computing(operator: Any) -> Callable[..., Tensor]:
+def _computing(operator: OpOverload) -> Callable[..., Tensor]:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         result = operator(*tree_map(_on_the_cpu, args), **tree_map(_on_the_cpu, kwargs))
         if operator._schema.is_mutable:
-            return kwargs.get("out", args[0] if args else None)
+            return kwargs.get("out", args[0])
         device = next(each.device for each in args if isinstance(each, Tensor) and each.device.type == "cuda")
         return torch.empty_like(result, device=device).copy_(result)
 

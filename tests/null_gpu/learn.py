@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vescale_compile as vc
-from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.local_ranks import start_local_ranks
 
 STEPS = 2
@@ -47,11 +47,7 @@ class BiasedLayer(nn.Sequential):
         super().__init__(nn.LayerNorm(32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
 
 
-def llama() -> Llama:
-    return Llama(LlamaConfig(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=VOCABULARY))
-
-
-MODELS = {"llama": llama, "biased": Biased}
+MODELS = {"llama": models.llama, "biased": Biased}
 
 
 def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvous: str) -> None:
@@ -59,21 +55,18 @@ def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world_size)
-    torch.manual_seed(0)
-    ours, theirs = MODELS[how["model"]](), MODELS[how["model"]]()
-    theirs.load_state_dict(ours.state_dict())
+    ours, theirs = (models.build(MODELS[how["model"]]) for _ in range(2))
     ours.to(device)
     mesh = init_device_mesh("cuda", tuple(how["mesh"]), mesh_dim_names=("replicate", "shard")[-len(how["mesh"]) :])
     policy = {name: getattr(torch, dtype) for name, dtype in how["policy"].items()}
     vc.fully_shard(ours, mesh=mesh, mp_policy=vc.MixedPrecisionPolicy(**policy), reshard_after_forward=how["reshard"])
     compiled = torch.compile(ours, backend="vescale", options=how["options"])
     mine, whole = (torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (ours, theirs))
-    for _ in range(STEPS):
+    for batches in zip(*(models.batches(STEPS, VOCABULARY, each) for each in range(world_size)), strict=True):
         mine.zero_grad()
         whole.zero_grad()
-        batches = torch.randint(VOCABULARY, (world_size, 2, 2, 8))
         with sdpa_kernel(SDPBackend.MATH):  # of matrix products and kernels of Inductor's
-            compiled(*batches[rank].to(device)).backward(torch.ones(()).to(device))
+            compiled(*(each.to(device) for each in batches[rank])).backward(torch.ones(()).to(device))
         torch.stack([theirs(*batch) for batch in batches]).mean().backward()
         mine.step()
         whole.step()

@@ -187,10 +187,10 @@ int ncclAllReduce(const void *sent, void *received, size_t count, int type, int 
 
 int ncclAlltoAll(const void *sent, void *received, size_t count, int type, Communicator *communicator,
                  cudaStream_t stream) {
-  size_t bytes = communicator->ranks * count * ITEM_BYTES[type];
-  null_gpu_log("all_to_all %p %p %zu %p %zu", (void *)stream, sent, bytes, received, bytes);
+  size_t bytes = count * ITEM_BYTES[type], all = communicator->ranks * bytes;
+  null_gpu_log("all_to_all %p %p %zu %p %zu", (void *)stream, sent, all, received, all);
   if (null_gpu_computes())
-    compute_collective(SWAP, sent, received, bytes / communicator->ranks, count, type, 0, communicator);
+    compute_collective(SWAP, sent, received, bytes, count, type, 0, communicator);
   return 0;
 }
 
