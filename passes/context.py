@@ -196,6 +196,7 @@ class CompileContext:
         kept: units that may be resharded and are kept for the backward, because memory allows it.
         carried: units whose gather for the backward is launched in the forward.
         saved: units by the names of inputs of the backward that are parameters gathered in the forward.
+        donated: names of inputs of the backward that nothing else needs, whose memory generated code may write to.
         needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
@@ -225,6 +226,7 @@ class CompileContext:
     kept: frozenset[int] = frozenset()
     carried: frozenset[int] = frozenset()
     saved: dict[str, int] = field(default_factory=dict)
+    donated: frozenset[str] = frozenset()
     needs: dict[Part, Need] = field(default_factory=dict)
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0

@@ -45,11 +45,16 @@ def value_of(node: fx.Node) -> Tensor | None:
 
 def nbytes_of(node: fx.Node) -> int:
     """Bytes of the node's results; of symbolic sizes, those at capture."""
-    return sum(
-        size_hint(value.numel()) * value.dtype.itemsize
-        for value in tree_leaves(node.meta.get("val"))
-        if isinstance(value, Tensor)
-    )
+    return sum(size_hint(value.numel()) * value.dtype.itemsize for value in _results_of(node))
+
+
+def numel_of(node: fx.Node) -> int:
+    """Elements of the node's results; of symbolic sizes, those at capture."""
+    return sum(size_hint(value.numel()) for value in _results_of(node))
+
+
+def _results_of(node: fx.Node) -> list[Tensor]:
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
 
 
 def allocate(graph: fx.Graph, numel: int, *, like: Tensor, mark: object, dtype: torch.dtype | None = None) -> fx.Node:

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from operator import or_
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view
 from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of
-from .edit import nbytes_of, order_of
+from .edit import nbytes_of, numel_of, order_of
 from .summary import Peak
 
 
@@ -58,6 +60,7 @@ def _live(
         lasts.update((node, len(order)) for node in lasts if node.op == "placeholder")
     held = {node for node in lasts if _is_memory(node, context)}
     held |= _outlasting(graph, held, bases, lasts)
+    lasts = _last_reads(graph, context, held, bases, lasts)
     for node, last in lasts.items():
         if node in held and node not in without:
             births.setdefault(order[node], []).append(node)
@@ -77,6 +80,51 @@ def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.No
         for arg in node.all_input_nodes:
             last[bases[arg]] = max(last[bases[arg]], order[node])
     return last
+
+
+def _last_reads(
+    graph: fx.Graph,
+    context: CompileContext,
+    held: set[fx.Node],
+    bases: dict[fx.Node, fx.Node],
+    lasts: dict[fx.Node, int],
+) -> dict[fx.Node, int]:
+    """When what is ``held`` in memory is last read, and nothing has taken its place.
+
+    A kernel reads what a value is computed from while it stores the value, whichever node of the graph reads it first;
+    what it reduces, it has read by then. Generated code has a value take the place of one of its size that its kernel
+    is the last to read, element by element.
+    """
+    stores = list(_stores(graph, held, bases))
+    found = dict(lasts)
+    for place, _, read in stores:
+        found.update((source, max(found[source], place)) for source in read)
+    for place, stored, read in stores if context.lowering is Lowering.INDUCTOR else ():
+        alike = [each for each, elementwise in read.items() if elementwise and nbytes_of(each) == nbytes_of(stored)]
+        ending = (each for each in alike if found[each] == place and stored in held)
+        taken = next((each for each in ending if each.op != "placeholder" or each.name in context.donated), None)
+        if taken is not None:
+            found[taken] -= 1
+    return found
+
+
+def _stores(
+    graph: fx.Graph, held: set[fx.Node], bases: dict[fx.Node, fx.Node]
+) -> Iterator[tuple[int, fx.Node, dict[fx.Node, bool]]]:
+    """The nodes whose results are ``held`` in memory or written to a slot, and their places. For each, what is held
+    that its result is computed from, without what is reduced on the way; and whether element by element."""
+    sources: dict[fx.Node, dict[fx.Node, bool]] = {}  # the same, of what lies in no memory
+    for place, node in enumerate(graph.nodes):
+        if is_view(node):
+            continue
+        read: dict[fx.Node, bool] = {}
+        for base in (bases[arg] for arg in node.all_input_nodes):
+            for source, elementwise in ({base: True} if base in held else sources.get(base, {})).items():
+                read[source] = read.get(source, True) and elementwise and _is_pointwise(node)
+        if bases[node] in held or buffer_of(bases[node]) is not None:
+            yield place, node, read
+        else:
+            sources[node] = {each: alike for each, alike in read.items() if numel_of(each) <= numel_of(node)}
 
 
 def _outlasting(
@@ -147,6 +195,10 @@ def _is_fused(node: fx.Node) -> bool:
         elif not generates_code_for(reader.target):
             return False  # the output of the graph, or an operator of a library
     return True
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _kind(node: fx.Node) -> str:

@@ -39,10 +39,11 @@ def retain(halves: Halves, context: CompileContext) -> None:
 
     Args:
         halves: the forward and the backward, cut with all units resharded that may be.
-        context: ``kept``, ``carried``, ``saved`` and ``needs`` are set.
+        context: ``kept``, ``carried``, ``saved``, ``donated`` and ``needs`` are set.
     """
     for half in halves:
         give_values(half.graph)
+    context.donated = _donated(halves[0].graph, context.results)
     step = survey(halves, context)
     again = frozenset(step.forward.gathered.keys() & step.backward.gathered.keys())
     kept = _to_keep(step, context)
@@ -91,6 +92,15 @@ def _saved(forward: fx.Graph) -> dict[str, int]:
     bases = bases_of(forward)
     values = forward.output_node().all_input_nodes
     return {value.name: cast(int, bases[value].args[1]) for value in values if bases[value].target in GATHERS}
+
+
+def _donated(forward: fx.Graph, results: int) -> frozenset[str]:
+    """Names of what a forward keeps for its backward alone: no input of its own, no result, and no part of either."""
+    bases = bases_of(forward)
+    outputs = cast(Sequence[Any], forward.output_node().args[0])
+    given = {bases[value] for value in outputs[:results] if isinstance(value, fx.Node)}
+    saved = [value for value in outputs[results:] if isinstance(value, fx.Node) and bases[value] not in given]
+    return frozenset(value.name for value in saved if bases[value].op != "placeholder")
 
 
 def _to_keep(step: Step, context: CompileContext) -> frozenset[int]:

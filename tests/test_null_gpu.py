@@ -178,10 +178,17 @@ def wide_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     return trained(null_gpu, tmp_path_factory.mktemp("wide"), wide=True)
 
 
-SMALL_RUNS = ["run", "quantized_run", "accumulating_run", "replicated_run", "scaled_run", "own_kernels_run"]
-
-
-@pytest.fixture(params=[*SMALL_RUNS, "wide_run"])
+@pytest.fixture(
+    params=[
+        "run",
+        "quantized_run",
+        "accumulating_run",
+        "replicated_run",
+        "scaled_run",
+        "own_kernels_run",
+        "wide_run",
+    ]
+)
 def each_run(request: pytest.FixtureRequest) -> Trained:
     return request.getfixturevalue(request.param)
 
@@ -313,15 +320,8 @@ def test_no_stream_reads_or_writes_memory_that_another_may_still_be_writing(each
     assert checked > 0
 
 
-@pytest.mark.parametrize("name", SMALL_RUNS)
-def test_the_peak_is_what_was_planned_with_the_workspaces_of_cublas(name: str, request: pytest.FixtureRequest) -> None:
-    each_run = request.getfixturevalue(name)
+def test_the_peak_is_what_was_planned_with_the_workspaces_of_cublas(each_run: Trained) -> None:
     assert each_run.peak - WORKSPACES == pytest.approx(each_run.planned + each_run.states, rel=0.03)
-
-
-def test_as_wide_as_gpus_are_given_the_peak_is_within_10_percent_of_what_was_planned(wide_run: Trained) -> None:
-    planned = wide_run.planned + wide_run.states
-    assert planned <= wide_run.peak - WORKSPACES <= 1.1 * planned
 
 
 def test_registered_memory_is_what_is_gathered_into_and_reduced_out_of_but_for_what_is_kept(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fake_world, run_on_ranks
-from torch import nn
+from torch import Tensor, nn
 
 import vescale_compile as vc
 from vescale_compile.__main__ import main
@@ -208,6 +208,15 @@ def test_a_sharded_model_is_refused():
 def test_a_function_that_shards_nothing_is_refused():
     with pytest.raises(ValueError, match=r"simulate: shard\(model\) sharded nothing"):
         simulated(shard=lambda model: None)
+
+
+def test_an_argument_of_fully_shard_is_not_given_to_the_model_unseen():
+    class TakesAnything(nn.Linear):
+        def forward(self, x: Tensor, **_: object) -> Tensor:
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match="simulate: mp_policy is an argument of fully_shard"):
+        vc.simulate(TakesAnything(4, 4), torch.ones(1, 4), cluster="h100", world_size=8, mp_policy=None)
 
 
 def test_the_last_node_may_have_fewer_ranks():

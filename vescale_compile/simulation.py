@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def simulate(
 
     Raises:
         ValueError: a cluster that does not exist; no ranks; a budget that makes no sense; a model that is sharded
-            already, or that ``shard`` does not shard.
+            already, or that ``shard`` does not shard; an argument of ``fully_shard`` that the model does not name.
         GraphError: no schedule fits in the budget, or a graph that can't be compiled.
         RuntimeError: this process has joined a process group that is not a fake one of ``world_size`` ranks.
     """
@@ -164,6 +165,7 @@ def simulate(
             "simulate: the model is sharded already, for its own process group. Give it before fully_shard, and say "
             "with shard=... how it is to be sharded"
         )
+    _refuse_arguments_of_fully_shard(model, kwargs)
     described = cluster_for(cluster, _CPU, world_size)
     graphs: list[GraphReport] = []
     mode = shapes_only()
@@ -185,6 +187,16 @@ def simulate(
             torch.compile(shapes, backend=backend)(*args, **kwargs)
         trained_bytes = sum(param.to_local().nbytes for param in trained)
     return Simulation(described, optimizer, tuple(graphs), trained_bytes)
+
+
+def _refuse_arguments_of_fully_shard(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """A model whose forward takes any keyword, as Hugging Face's do, would say nothing of them."""
+    named, ours = (inspect.signature(each).parameters for each in (model.forward, fully_shard))
+    for name in kwargs.keys() & ours.keys() - named.keys():
+        raise ValueError(
+            f"simulate: {name} is an argument of fully_shard, and would be given to the model's forward, which does "
+            f"not name it. Give shard=lambda model: vescale_compile.fully_shard(model, {name}=...)"
+        )
 
 
 @contextlib.contextmanager

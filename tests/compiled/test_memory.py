@@ -3,8 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from handmade import WORLD, Graph, S, aten, context
+from kernels import most_allocated
+from ranks import fake_world
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
+import vescale_compile as vc
 from vescale_compile.passes.context import Lowering, Part
 from vescale_compile.passes.memory import peak_of
 
@@ -33,3 +40,55 @@ def test_a_value_that_is_read_before_and_behind_a_product_of_something_else_is_n
     graph.graph.output((graph.call(aten.mul.Tensor, value, 2), first, graph.call(aten.mul.Tensor, value, 3)))
     peak = peak_of(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR))
     assert peak.nbytes == VALUE // 2 * 2 + VALUE + 3 * VALUE  # the three results
+
+
+LARGE = 100 * VALUE  # bytes, beside which shards and slots are nothing
+
+
+def large_in_a_backward(*donated: str) -> int:
+    """How many large values a backward has at its fullest, which computes from an input what a product reads."""
+    graph = Graph()
+    value = graph.placeholder("given", LARGE // 4)
+    for operator in (aten.neg.default, aten.exp.default):
+        value = graph.call(operator, value)
+        value.meta["val"] = torch.empty(LARGE // 4)
+    graph.graph.output((graph.call(aten.mm.default, value, graph.shards[0]),))
+    chain = replace(context(Part.BACKWARD), lowering=Lowering.INDUCTOR, donated=frozenset(donated))
+    return peak_of(graph.graph, chain).nbytes // LARGE
+
+
+def test_a_kernel_reads_what_it_begins_with_while_it_stores_what_it_ends_with():
+    assert large_in_a_backward() == 2
+
+
+def test_what_a_kernel_stores_takes_the_place_of_what_the_forward_kept_for_it_alone():
+    assert large_in_a_backward("given") == 1
+
+
+class Classifier(nn.Module):
+    """Its logits are larger than all else, and are among its results where they are asked for."""
+
+    def __init__(self, *, tells: bool) -> None:
+        super().__init__()
+        self.tells, self.layer, self.head = tells, nn.Linear(8, 8), nn.Linear(8, 1000)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        logits = self.head(self.layer(x).relu())
+        loss = functional.cross_entropy(logits, labels)
+        return (loss, logits) if self.tells else (loss,)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_generated_code_takes_what_was_planned_whether_logits_are_a_result_or_only_kept_for_the_backward(tells):
+    inputs = torch.randn(512, 8), torch.zeros(512, dtype=torch.int64)
+    with fake_world(2):
+        torch._dynamo.reset()
+        model = vc.fully_shard(Classifier(tells=tells))
+        (graph,) = vc.explain(model, *inputs).graphs
+        call = torch.compile(model, backend="vescale")
+        call(*inputs)[0].backward()
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            call(*inputs)[0].backward()
+    taken = most_allocated(trace)
+    assert max(part.peak.nbytes for part in graph.parts.values()) == pytest.approx(taken, rel=0.03)
