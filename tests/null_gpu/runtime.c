@@ -90,6 +90,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
   case cudaDevAttrMaxSharedMemoryPerBlock: *value = properties.sharedMemPerBlock; break;
   case cudaDevAttrMaxRegistersPerBlock: *value = properties.regsPerBlock; break;
   case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = properties.sharedMemPerBlockOptin; break;
+  case cudaDevAttrMaxGridDimX: *value = properties.maxGridSize[0]; break;
   case cudaDevAttrWarpSize: *value = properties.warpSize; break;
   case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
   case cudaDevAttrMaxThreadsPerMultiProcessor: *value = properties.maxThreadsPerMultiProcessor; break;
