@@ -1,18 +1,19 @@
 """The memory that a final graph needs, from its order alone.
 
-A tensor lives from the node that makes it to the last one that reads it or a view of it. Slots, shards and the
-optimizer's states live outside the graph and are not counted here. With Inductor a value that only generated code
-reads is taken to live in registers, as part of a fused kernel, or to be computed anew from what is in memory anyway;
-what an operator of a library reads, or makes, what leaves the graph, and what has to outlast such an operator, is
-memory.
+A tensor lives from the node that makes it to the last one that reads it or a view of it, or to the last that stores
+what one kernel computes from it. Slots, shards and the optimizer's states live outside the graph and are not counted
+here. With Inductor a value that only generated code reads is taken to live in registers, as part of a fused kernel, or
+to be computed anew from what is in memory anyway; what an operator of a library reads, or makes, what leaves the graph,
+and what has to outlast such an operator, is memory.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from operator import or_
+from operator import itemgetter, or_
 
 import torch
 from torch import fx
@@ -24,20 +25,23 @@ from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of
 from .edit import nbytes_of, numel_of, order_of
 from .summary import Peak
 
+_NAMED = 3  # of the largest at the fullest moment
+
 
 def peak_of(graph: fx.Graph, context: CompileContext, without: Collection[fx.Node] = ()) -> Peak:
     """The graph's fullest moment, ``without`` counting what will lie in slots."""
-    fullest = Peak("nothing")
     assert context.part is not None
-    for node, live in _live(graph, context, context.part, without):
-        if live.total() > fullest.nbytes:
-            fullest = Peak(node.name, **live)
-    return fullest
+    spans = _spans(graph, context, context.part, without)
+    moments = ((live.total(), place, node, live.copy()) for place, (node, live) in enumerate(_live(graph, spans)))
+    _, at, fullest, kinds = max(moments, key=itemgetter(0))
+    held = [(_name(node, context), nbytes_of(node)) for node, (first, last) in spans.items() if first <= at <= last]
+    largest = tuple(heapq.nlargest(_NAMED, held, key=itemgetter(1)))
+    return Peak(fullest.name, kinds["parameters"], kinds["gradients"], kinds["activations"], largest)
 
 
 def live_bytes(graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]) -> list[int]:
     """What is live while each node runs, ``without`` what will lie in slots."""
-    return [live.total() for _, live in _live(graph, context, part, without)]
+    return [live.total() for _, live in _live(graph, _spans(graph, context, part, without))]
 
 
 def left_bytes(graph: fx.Graph, context: CompileContext) -> int:
@@ -47,31 +51,35 @@ def left_bytes(graph: fx.Graph, context: CompileContext) -> int:
     return sum(nbytes_of(base) for base in left if base.op != "placeholder" and _is_memory(base, context))
 
 
-def _live(
-    graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]
-) -> Iterator[tuple[fx.Node, Counter[str]]]:
-    """What is live while each node runs, in bytes by kind. The forward's inputs are its caller's and stay; the
-    backward frees what it was given after its last use."""
-    order, bases = order_of(graph), bases_of(graph)
+def _live(graph: fx.Graph, spans: dict[fx.Node, tuple[int, int]]) -> Iterator[tuple[fx.Node, Counter[str]]]:
+    """What is live while each node runs, in bytes by kind."""
     births: dict[int, list[fx.Node]] = {}
     deaths: dict[int, list[fx.Node]] = {}
+    for node, (first, last) in spans.items():
+        births.setdefault(first, []).append(node)
+        deaths.setdefault(last, []).append(node)
+    live: Counter[str] = Counter()
+    for place, node in enumerate(graph.nodes):
+        for born in births.get(place, ()):
+            live[_kind(born)] += nbytes_of(born)
+        yield node, live
+        for dead in deaths.get(place, ()):
+            live[_kind(dead)] -= nbytes_of(dead)
+
+
+def _spans(
+    graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]
+) -> dict[fx.Node, tuple[int, int]]:
+    """The first and the last place in a graph's order at which what a node makes is in memory. The forward's inputs are
+    its caller's and stay; the backward frees what it was given after its last use."""
+    order, bases = order_of(graph), bases_of(graph)
     lasts = _last_uses(graph, bases, order)
     if part is not Part.BACKWARD:
         lasts.update((node, len(order)) for node in lasts if node.op == "placeholder")
     held = {node for node in lasts if _is_memory(node, context)}
     held |= _outlasting(graph, held, bases, lasts)
     lasts = _last_reads(graph, context, held, bases, lasts)
-    for node, last in lasts.items():
-        if node in held and node not in without:
-            births.setdefault(order[node], []).append(node)
-            deaths.setdefault(last, []).append(node)
-    live: Counter[str] = Counter()
-    for node, place in order.items():
-        for born in births.get(place, ()):
-            live[_kind(born)] += nbytes_of(born)
-        yield node, live
-        for dead in deaths.get(place, ()):
-            live[_kind(dead)] -= nbytes_of(dead)
+    return {node: (order[node], last) for node, last in lasts.items() if node in held and node not in without}
 
 
 def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
@@ -199,6 +207,11 @@ def _is_fused(node: fx.Node) -> bool:
 
 def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _name(node: fx.Node, context: CompileContext) -> str:
+    mark = buffer_of(node)
+    return node.name if mark is None else f"{mark.use.value} of {context.units[mark.unit].name}"
 
 
 def _kind(node: fx.Node) -> str:

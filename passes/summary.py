@@ -80,12 +80,14 @@ class Peak:
         parameters: unsharded parameters kept outside slots.
         gradients: reduced gradients of this rank, and gradients kept outside slots.
         activations: everything else that the graph holds, what it has got from the forward included.
+        largest: the largest of it, by what buffers hold or the nodes that made it, and their bytes.
     """
 
     node: str
     parameters: int = 0
     gradients: int = 0
     activations: int = 0
+    largest: tuple[tuple[str, int], ...] = ()
 
     @property
     def nbytes(self) -> int:

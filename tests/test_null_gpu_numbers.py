@@ -35,7 +35,7 @@ def computing_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def errors(environment: dict[str, str], folder: Path, **how: Any) -> dict[str, float]:
     """By parameter, the largest on any rank after some steps."""
-    defaults = {"model": "llama", "mesh": [2], "policy": {}, "reshard": True, "options": {}}
+    defaults = {"model": "llama", "mesh": [2], "policy": {}, "reshard": True, "quantized": False, "options": {}}
     environment = {
         **environment,
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
@@ -56,6 +56,10 @@ def test_gradients_and_parameters_are_those_of_the_unsharded_model(
     assert max(found.values()) < ROUNDING[policy.get("param_dtype", "float32")]
 
 
+def test_so_they_are_of_a_mixture_of_experts(computing_gpus: dict[str, str], tmp_path: Path) -> None:
+    assert max(errors(computing_gpus, tmp_path, model="mixture").values()) < ROUNDING["float32"]
+
+
 def test_so_they_are_over_replicas(computing_gpus: dict[str, str], tmp_path: Path) -> None:
     assert max(errors(computing_gpus, tmp_path, mesh=[2, 2]).values()) < ROUNDING["float32"]
 
@@ -63,3 +67,10 @@ def test_so_they_are_over_replicas(computing_gpus: dict[str, str], tmp_path: Pat
 def test_so_they_are_in_registered_memory(computing_gpus: dict[str, str], tmp_path: Path) -> None:
     found = errors(computing_gpus, tmp_path, options={"registered_memory": True})
     assert max(found.values()) < ROUNDING["float32"]
+
+
+def test_gradients_that_are_sent_in_8_bits_are_off_by_no_more_than_their_rounding(
+    computing_gpus: dict[str, str], tmp_path: Path
+) -> None:
+    found = errors(computing_gpus, tmp_path, model="biased", quantized=True)
+    assert ROUNDING["float32"] < max(found.values()) < 0.03

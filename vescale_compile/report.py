@@ -155,8 +155,10 @@ def _lines(graph: GraphReport) -> Iterator[str]:
     yield f"  slots             {_size(graph.slot_bytes):>10}"
     yield f"  kept parameters   {_size(fullest.parameters):>10}"
     yield f"  gradients         {_size(fullest.gradients):>10}"
-    yield f"  activations       {_size(fullest.activations):>10}   (fullest at {fullest.node})"
+    yield f"  activations       {_size(fullest.activations):>10}"
     yield from _beside_lines(graph.beside)
+    largest = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in fullest.largest)
+    yield f"  fullest at {fullest.node}; apart from slots and shards the largest are {largest or 'none'}"
     yield (
         f"predicted {_time(graph.predicted_seconds)} without the optimizer's step, {_time(graph.exposed_seconds)} "
         f"of it exposed communication, on {graph.cluster}"

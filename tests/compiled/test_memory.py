@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import vescale_compile as vc
 from vescale_compile.passes.context import Lowering, Part
 from vescale_compile.passes.memory import peak_of
+from vescale_compile.passes.summary import Peak
 
 VALUE = 4 * WORLD * S  # bytes of each value; of a shard half as many
 
@@ -45,8 +46,8 @@ def test_a_value_that_is_read_before_and_behind_a_product_of_something_else_is_n
 LARGE = 100 * VALUE  # bytes, beside which shards and slots are nothing
 
 
-def large_in_a_backward(*donated: str) -> int:
-    """How many large values a backward has at its fullest, which computes from an input what a product reads."""
+def peak_of_a_backward(*donated: str) -> Peak:
+    """Of one that computes from a large input what a product reads."""
     graph = Graph()
     value = graph.placeholder("given", LARGE // 4)
     for operator in (aten.neg.default, aten.exp.default):
@@ -54,15 +55,19 @@ def large_in_a_backward(*donated: str) -> int:
         value.meta["val"] = torch.empty(LARGE // 4)
     graph.graph.output((graph.call(aten.mm.default, value, graph.shards[0]),))
     chain = replace(context(Part.BACKWARD), lowering=Lowering.INDUCTOR, donated=frozenset(donated))
-    return peak_of(graph.graph, chain).nbytes // LARGE
+    return peak_of(graph.graph, chain)
 
 
 def test_a_kernel_reads_what_it_begins_with_while_it_stores_what_it_ends_with():
-    assert large_in_a_backward() == 2
+    assert peak_of_a_backward().nbytes // LARGE == 2
 
 
 def test_what_a_kernel_stores_takes_the_place_of_what_the_forward_kept_for_it_alone():
-    assert large_in_a_backward("given") == 1
+    assert peak_of_a_backward("given").nbytes // LARGE == 1
+
+
+def test_the_largest_values_of_the_fullest_moment_are_named():
+    assert set(peak_of_a_backward().largest[:2]) == {("given", LARGE), ("exp_default", LARGE)}
 
 
 class Classifier(nn.Module):

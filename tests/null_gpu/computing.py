@@ -32,9 +32,12 @@ _OPERATORS = [
     aten.index.Tensor,
     aten.index_copy_.default,
     aten.index_select.default,
+    aten.index_select.out,
     aten.mul.Tensor,
     aten.mul_.Tensor,
+    aten.scatter_.src,
     aten.sum.dim_IntList,
+    aten.topk.default,
     aten.zero_.default,
 ]
 """that run outside Inductor's kernels, by the optimizer, say; of any other kernel the null GPU says that it can't"""
@@ -65,13 +68,13 @@ def _on_the_cpu(value: Any) -> Any:
     return torch.empty(0, dtype=value.dtype).set_(same, value.storage_offset(), value.shape, value.stride())
 
 
-def _computing(operator: OpOverload) -> Callable[..., Tensor]:
-    def run(*args: Any, **kwargs: Any) -> Tensor:
+def _computing(operator: OpOverload) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         result = operator(*tree_map(_on_the_cpu, args), **tree_map(_on_the_cpu, kwargs))
         if operator._schema.is_mutable:
             return kwargs.get("out", args[0])
         device = next(each.device for each in args if isinstance(each, Tensor) and each.device.type == "cuda")
-        return torch.empty_like(result, device=device).copy_(result)
+        return tree_map(lambda each: torch.empty_like(each, device=device).copy_(each), result)
 
     return run
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vescale_compile as vc
+from vescale_compile.examples.moe import MoeConfig, MoeLlama
 from vescale_compile.local_ranks import start_local_ranks
 
 STEPS = 2
@@ -47,7 +48,11 @@ class BiasedLayer(nn.Sequential):
         super().__init__(nn.LayerNorm(32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
 
 
-MODELS = {"llama": models.llama, "biased": Biased}
+def mixture() -> nn.Module:
+    return MoeLlama(MoeConfig(vocab_size=VOCABULARY, layers=2, dim=32, heads=4, kv_heads=2, hidden_dim=64, experts=4))
+
+
+MODELS = {"llama": models.llama, "biased": Biased, "mixture": mixture}
 
 
 def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvous: str) -> None:
@@ -58,8 +63,9 @@ def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     ours, theirs = (models.build(MODELS[how["model"]]) for _ in range(2))
     ours.to(device)
     mesh = init_device_mesh("cuda", tuple(how["mesh"]), mesh_dim_names=("replicate", "shard")[-len(how["mesh"]) :])
-    policy = {name: getattr(torch, dtype) for name, dtype in how["policy"].items()}
-    vc.fully_shard(ours, mesh=mesh, mp_policy=vc.MixedPrecisionPolicy(**policy), reshard_after_forward=how["reshard"])
+    policy = vc.MixedPrecisionPolicy(**{name: getattr(torch, dtype) for name, dtype in how["policy"].items()})
+    codes = vc.BlockInt8(32) if how["quantized"] else None
+    vc.fully_shard(ours, mesh=mesh, mp_policy=policy, reshard_after_forward=how["reshard"], quantize_gradients=codes)
     compiled = torch.compile(ours, backend="vescale", options=how["options"])
     mine, whole = (torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (ours, theirs))
     for batches in zip(*(models.batches(STEPS, VOCABULARY, each) for each in range(world_size)), strict=True):
