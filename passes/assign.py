@@ -168,8 +168,7 @@ def _aligned(offset: int) -> int:
 def _describe(slot: SlotSpec, lifetimes: Sequence[Lifetime], context: CompileContext) -> SlotUse:
     tenants = []
     for lifetime in sorted(lifetimes, key=lambda each: each.first):
-        buffer = marked_buffer(lifetime.node)
-        what = f"{buffer.use.value} of {context.units[buffer.unit].name}"
+        what = context.named(marked_buffer(lifetime.node))
         tenants.append(Tenant(what, lifetime.first, lifetime.last))
     return SlotUse(str(slot.dtype), slot.nbytes, slot.offset, tuple(tenants), bool(slot.carried))
 

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from ..cost.collectives import ALL_GATHER
 from ..runtime import crossing, leaving, quantized_ops
+from ..schemas import is_pointwise
 from .aliases import bases_of
 from .context import (
     CompileContext,
@@ -134,8 +135,7 @@ def _promotes(node: fx.Node, source: fx.Node) -> bool:
     return (
         operand is not None
         and result is not None
-        and isinstance(node.target, OpOverload)
-        and torch.Tag.pointwise in node.target.tags
+        and is_pointwise(node.target)
         and operand.device.type == "cpu"
         and operand.dtype.is_floating_point
         and result.dtype.is_floating_point

@@ -263,6 +263,10 @@ class CompileContext:
         last graph of a step. None without a budget, or where nobody knows what graphs to come will need."""
         return self.memory_budget - self.beside.kept if self.memory_budget is not None and self.beside.last else None
 
+    def named(self, buffer: Buffer) -> str:
+        """What a buffer holds, and of which unit."""
+        return f"{buffer.use.value} of {self.units[buffer.unit].name}"
+
     def room(self, allowance: int) -> int:
         """Bytes that a step is to take at most: what is spare, or an ``allowance`` for overlap within the budget."""
         if self.spare is not None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from operator import itemgetter, or_
+from operator import or_
 
-import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from ..schemas import is_pointwise
 from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view
 from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of
@@ -32,16 +32,20 @@ def peak_of(graph: fx.Graph, context: CompileContext, without: Collection[fx.Nod
     """The graph's fullest moment, ``without`` counting what will lie in slots."""
     assert context.part is not None
     spans = _spans(graph, context, context.part, without)
-    moments = ((live.total(), place, node, live.copy()) for place, (node, live) in enumerate(_live(graph, spans)))
-    _, at, fullest, kinds = max(moments, key=itemgetter(0))
-    held = [(_name(node, context), nbytes_of(node)) for node, (first, last) in spans.items() if first <= at <= last]
-    largest = tuple(heapq.nlargest(_NAMED, held, key=itemgetter(1)))
+    levels = _levels(graph, spans)
+    at = levels.index(max(levels))
+    held = [node for node, (first, last) in spans.items() if first <= at <= last]
+    kinds: Counter[str] = Counter()
+    for node in held:
+        kinds[_kind(node)] += nbytes_of(node)
+    largest = tuple((_name(node, context), nbytes_of(node)) for node in heapq.nlargest(_NAMED, held, key=nbytes_of))
+    fullest = list(graph.nodes)[at]
     return Peak(fullest.name, kinds["parameters"], kinds["gradients"], kinds["activations"], largest)
 
 
 def live_bytes(graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]) -> list[int]:
     """What is live while each node runs, ``without`` what will lie in slots."""
-    return [live.total() for _, live in _live(graph, _spans(graph, context, part, without))]
+    return _levels(graph, _spans(graph, context, part, without))
 
 
 def left_bytes(graph: fx.Graph, context: CompileContext) -> int:
@@ -51,20 +55,13 @@ def left_bytes(graph: fx.Graph, context: CompileContext) -> int:
     return sum(nbytes_of(base) for base in left if base.op != "placeholder" and _is_memory(base, context))
 
 
-def _live(graph: fx.Graph, spans: dict[fx.Node, tuple[int, int]]) -> Iterator[tuple[fx.Node, Counter[str]]]:
-    """What is live while each node runs, in bytes by kind."""
-    births: dict[int, list[fx.Node]] = {}
-    deaths: dict[int, list[fx.Node]] = {}
+def _levels(graph: fx.Graph, spans: dict[fx.Node, tuple[int, int]]) -> list[int]:
+    """What is live while each node runs, in bytes."""
+    changes: Counter[int] = Counter()
     for node, (first, last) in spans.items():
-        births.setdefault(first, []).append(node)
-        deaths.setdefault(last, []).append(node)
-    live: Counter[str] = Counter()
-    for place, node in enumerate(graph.nodes):
-        for born in births.get(place, ()):
-            live[_kind(born)] += nbytes_of(born)
-        yield node, live
-        for dead in deaths.get(place, ()):
-            live[_kind(dead)] -= nbytes_of(dead)
+        changes[first] += nbytes_of(node)
+        changes[last + 1] -= nbytes_of(node)
+    return list(itertools.accumulate(changes[place] for place in range(len(graph.nodes))))
 
 
 def _spans(
@@ -107,9 +104,11 @@ def _last_reads(
     found = dict(lasts)
     for place, _, read in stores:
         found.update((source, max(found[source], place)) for source in read)
-    for place, stored, read in stores if context.lowering is Lowering.INDUCTOR else ():
+    if context.lowering is not Lowering.INDUCTOR:
+        return found
+    for place, stored, read in (each for each in stores if each[1] in held):
         alike = [each for each, elementwise in read.items() if elementwise and nbytes_of(each) == nbytes_of(stored)]
-        ending = (each for each in alike if found[each] == place and stored in held)
+        ending = (each for each in alike if found[each] == place)
         taken = next((each for each in ending if each.op != "placeholder" or each.name in context.donated), None)
         if taken is not None:
             found[taken] -= 1
@@ -126,9 +125,10 @@ def _stores(
         if is_view(node):
             continue
         read: dict[fx.Node, bool] = {}
+        pointwise = is_pointwise(node.target)
         for base in (bases[arg] for arg in node.all_input_nodes):
             for source, elementwise in ({base: True} if base in held else sources.get(base, {})).items():
-                read[source] = read.get(source, True) and elementwise and _is_pointwise(node)
+                read[source] = read.get(source, True) and elementwise and pointwise
         if bases[node] in held or buffer_of(bases[node]) is not None:
             yield place, node, read
         else:
@@ -205,13 +205,9 @@ def _is_fused(node: fx.Node) -> bool:
     return True
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
 def _name(node: fx.Node, context: CompileContext) -> str:
     mark = buffer_of(node)
-    return node.name if mark is None else f"{mark.use.value} of {context.units[mark.unit].name}"
+    return node.name if mark is None else context.named(mark)
 
 
 def _kind(node: fx.Node) -> str:

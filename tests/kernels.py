@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from scripts import BENCH
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_compile as vc
@@ -36,6 +37,8 @@ class Kernels(TorchDispatchMode):
         return sum(tensors for name, tensors in self.ran if name in names)
 
 
-def most_allocated(trace: profile) -> int:
-    """How far a profiled step's allocations rose above where they stood at its start, in bytes."""
+def allocated_by(step: Callable[[], object]) -> int:
+    """How far a step's allocations rise above where they stand at its start, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        step()
     return highest_rise(trace.profiler.kineto_results.experimental_event_tree(), "cpu")

@@ -324,6 +324,10 @@ def test_the_peak_is_what_was_planned_with_the_workspaces_of_cublas(each_run: Tr
     assert each_run.peak - WORKSPACES == pytest.approx(each_run.planned + each_run.states, rel=0.03)
 
 
+def test_as_wide_as_gpus_are_given_no_less_is_taken_than_was_planned(wide_run: Trained) -> None:
+    assert wide_run.peak - WORKSPACES >= wide_run.planned + wide_run.states
+
+
 def test_registered_memory_is_what_is_gathered_into_and_reduced_out_of_but_for_what_is_kept(
     null_gpu: dict[str, str], tmp_path: Path
 ) -> None:

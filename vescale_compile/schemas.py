@@ -29,6 +29,11 @@ def aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
 UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default  # at run time it is one; its schema doesn't say so
 
 
+def is_pointwise(target: object) -> bool:
+    """Whether each element of an operator's result depends on the same of its operands alone."""
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+
+
 # Schemas are built anew whenever they are asked for, and passes ask of every node many times.
 @functools.cache
 def returns_an_argument(target: OpOverload) -> bool:

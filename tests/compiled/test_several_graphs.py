@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import models
 import pytest
 import torch
-from kernels import most_allocated
+from kernels import allocated_by
 from ranks import fake_world, on_ranks
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
 from vescale_compile import backend
@@ -80,9 +79,7 @@ def taken_by_a_step(model: nn.Module, call: nn.Module, graphs: list[GraphReport]
     data = models.batches(1, 11)[0]
     call(*data).backward()
     model.zero_grad()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        call(*data).backward()
-    return most_allocated(trace) + all_shards(model) + graphs[-1].slot_bytes
+    return allocated_by(lambda: call(*data).backward()) + all_shards(model) + graphs[-1].slot_bytes
 
 
 def test_the_last_graph_is_planned_beside_the_shards_of_all_and_what_the_first_keeps():
@@ -306,14 +303,12 @@ def test_gradients_that_no_sync_accumulates_are_planned_for():
     with vc.no_sync(model):
         call(*data).backward()
         model.zero_grad()  # so that the next are the first to accumulate
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-            call(*data).backward()
-            call(*data).backward()
+        allocated = allocated_by(lambda: [call(*data).backward() for _ in range(2)])
     (graph,) = graphs
     unsharded = sum(buffer.numel * buffer.reduce_dtype.itemsize for buffer in buffers_in(model))
     assert graph.beside.accumulated >= unsharded
     assert "(gradients that no_sync accumulates)" in str(graph)
-    taken = most_allocated(trace) + all_shards(model) + graph.slot_bytes
+    taken = allocated + all_shards(model) + graph.slot_bytes
     assert 0.97 * taken < graph.peak_bytes < 1.05 * (taken + graph.beside.accumulated - unsharded)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vescale_compile as vc
-from vescale_compile.examples.moe import MoeConfig, MoeLlama
+from vescale_compile.examples.moe import SIZES, MoeLlama
 from vescale_compile.local_ranks import start_local_ranks
 
 STEPS = 2
@@ -49,7 +50,7 @@ class BiasedLayer(nn.Sequential):
 
 
 def mixture() -> nn.Module:
-    return MoeLlama(MoeConfig(vocab_size=VOCABULARY, layers=2, dim=32, heads=4, kv_heads=2, hidden_dim=64, experts=4))
+    return MoeLlama(replace(SIZES["tiny"], vocab_size=VOCABULARY))
 
 
 MODELS = {"llama": models.llama, "biased": Biased, "mixture": mixture}

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_compile.cost.devices import Device
 from vescale_compile.cost.flops import flops
 from vescale_compile.rng_calls import plain_node
-from vescale_compile.schemas import UNDECLARED_VIEW, has_results, written_by
+from vescale_compile.schemas import UNDECLARED_VIEW, has_results, is_pointwise, written_by
 from vescale_compile.torch_internals import size_hint
 
 _aten = torch.ops.aten
@@ -117,7 +117,7 @@ def _fusible(node: fx.Node) -> bool:
     """Whether Inductor computes the node in a kernel that it generates."""
     if not isinstance(node.target, OpOverload) or not _computes(node):
         return False
-    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket.__name__ in _GENERATED
+    return is_pointwise(node.target) or node.target.overloadpacket.__name__ in _GENERATED
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
