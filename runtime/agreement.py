@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -286,7 +287,9 @@ class _Exchange:
 
     def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """The verdict that holds: the first."""
-        return json.loads(self.store.compare_set(f"{self.prefix}/verdict", "", json.dumps(verdict)).decode())
+        held = self.store.compare_set(f"{self.prefix}/verdict", "", json.dumps(verdict)).decode()
+        self._post("verdict", held)  # some stores (TCPStore without libuv) wake who waits only where a value is set
+        return json.loads(held)
 
     def _explain(self, like: int, differing: list[int]) -> str:
         reference = json.loads(self._read(f"lines/{like}", grace_s=20.0) or "[]")
@@ -309,7 +312,8 @@ class _Exchange:
         """Whether there are values under all keys before the deadline."""
         left = max(self.deadline + grace_s - time.monotonic(), 0.01)
         try:
-            self.store.wait([f"{self.prefix}/{key}" for key in keys], timedelta(seconds=left))
+            whole = timedelta(milliseconds=math.ceil(1000 * left))  # it drops what is less, and would give up early
+            self.store.wait([f"{self.prefix}/{key}" for key in keys], whole)
         except RuntimeError:  # DistStoreError, or a plain RuntimeError from some stores
             if time.monotonic() < self.deadline + grace_s:
                 raise

@@ -107,6 +107,7 @@ class _FlatInput(torch.autograd.Function):
         return buffer.shard.view_as(buffer.shard)
 
     @staticmethod
+    @torch.compiler.disable  # where a program compiles what calls backward, Dynamo looks at all that this runs
     @once_differentiable  # a second derivative would lack what the reduction does
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         buffer: DBuffer = ctx.buffer

@@ -197,8 +197,10 @@ def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: di
 
 
 def checked_for_nan() -> bool:
-    """Whether NCCL is to look for NaN in whatever it sends, padding too: PyTorch's ``TORCH_NCCL_NAN_CHECK``."""
-    return os.environ.get("TORCH_NCCL_NAN_CHECK", "").lower() in ("1", "y", "yes", "t", "true")
+    """Whether somebody looks for NaN in all of a slot, padding too: NCCL in whatever it sends
+    (``TORCH_NCCL_NAN_CHECK``), or Inductor in whatever a graph is given (``TORCHINDUCTOR_NAN_ASSERTS``)."""
+    by_nccl = os.environ.get("TORCH_NCCL_NAN_CHECK", "").lower() in ("1", "y", "yes", "t", "true")
+    return by_nccl or torch._inductor.config.nan_asserts
 
 
 def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:

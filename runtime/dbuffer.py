@@ -231,9 +231,7 @@ class DBuffer:
     @property
     def reductions_handle(self) -> Tensor | None:
         """Names the unit's reductions in graphs; None if no more is to be known of them."""
-        if self.sync.accumulates or self.gradient_packing:
-            return self.reductions.handle(accumulates=self.sync.accumulates)
-        return None
+        return self.reductions.handle if self.sync.accumulates or self.gradient_packing else None
 
     @property
     def numel(self) -> int:

@@ -30,13 +30,7 @@ class _Gathered:
     version: int
 
 
-@dataclass
-class _OpenBuffer:
-    depth: int = 0
-    gathered: _Gathered | None = None
-
-
-_open: dict[DBuffer, _OpenBuffer] = {}
+_open: dict[DBuffer, _Gathered | None] = {}
 _running: list[list[DBuffer]] = []
 """What each running module has opened, the innermost one's last."""
 
@@ -45,40 +39,37 @@ _running: list[list[DBuffer]] = []
 def gathered_once(buffers: Iterable[DBuffer]) -> Iterator[None]:
     """While open, each of ``buffers``, and of others that are read meanwhile, is gathered once, however many of its
     parameters are read."""
-    opened: list[DBuffer] = []
-    _running.append(opened)
+    _running.append([])
     for buffer in buffers:
         _keep_open(buffer)
-    closed: list[tuple[DBuffer, _OpenBuffer]] = []
     try:
         yield
     finally:
-        _running.pop()
-        for buffer in opened:
-            _open[buffer].depth -= 1
-            if _open[buffer].depth == 0:
-                closed.append((buffer, _open.pop(buffer)))
-    for buffer, state in closed:
-        _check_unwritten(buffer, state.gathered)
+        closed = [(buffer, _open.pop(buffer)) for buffer in _running.pop()]
+    for buffer, gathered in closed:
+        _check_unwritten(buffer, gathered)
 
 
 def _keep_open(buffer: DBuffer) -> None:
-    """For as long as the innermost running module runs."""
-    _open.setdefault(buffer, _OpenBuffer()).depth += 1
-    _running[-1].append(buffer)
+    """For as long as the innermost running module runs, unless one around it does already."""
+    if buffer not in _open:
+        _open[buffer] = None
+        _running[-1].append(buffer)
 
 
 @torch.compiler.disable
 def unsharded(binding: Binding) -> Tensor:
     """The full parameter of ``binding``. A collective, unless its unit is open and was gathered already."""
     buffer, index = binding
-    if buffer not in _open and _running:  # between two compiled graphs none runs
+    if _running:  # between two compiled graphs none does
         _keep_open(buffer)
-    state = _open.get(buffer, _OpenBuffer())
-    if state.gathered is None or state.gathered.key != _key(buffer):
-        _check_unwritten(buffer, state.gathered)
-        state.gathered = _gather(buffer)
-    return state.gathered.params[index]
+    gathered = _open.get(buffer)
+    if gathered is None or gathered.key != _key(buffer):
+        _check_unwritten(buffer, gathered)
+        gathered = _gather(buffer)
+        if buffer in _open:
+            _open[buffer] = gathered
+    return gathered.params[index]
 
 
 def _key(buffer: DBuffer) -> tuple[bool | int, ...]:

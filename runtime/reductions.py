@@ -28,6 +28,7 @@ class Reductions:
 
     Attributes:
         rounding: the stream that quantized gradients are rounded by.
+        handle: [1] int64 on the CPU: names this in graphs.
         unreduced: [world_size * S] in the reduction's dtype: the sum of gradients that were held back, which the next
             reduction adds to what it sends; None if there are none.
     """
@@ -40,7 +41,7 @@ class Reductions:
         self._compiled = True
         self._backward, self._aside = -1, dict[int, Tensor]()
         number = next(_numbers)
-        self._handles = torch.arange(2 * number, 2 * number + 2, device="cpu").split(1)
+        self.handle = torch.tensor([number], device="cpu")
         _living[number] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reductions:
@@ -48,10 +49,6 @@ class Reductions:
         copied.unreduced = copy.deepcopy(self.unreduced, memo)
         copied._held, copied._sent, copied._compiled = set(self._held), set(self._sent), self._compiled
         return copied
-
-    def handle(self, *, accumulates: bool) -> Tensor:
-        """[1] int64 on the CPU: names this in graphs, of gradients that may be held back or that never are."""
-        return self._handles[int(accumulates)]
 
     def hold(self, full: Tensor) -> None:
         """Adds an unreduced gradient [world_size * S], in one kernel; :meth:`held` says of which parameters."""
@@ -95,7 +92,7 @@ _living: WeakValueDictionary[int, Reductions] = WeakValueDictionary()
 
 def reductions_of(handle: Tensor) -> Reductions:
     """What a handle names; its unit is alive while a graph runs with it."""
-    return _living[int(handle.item()) // 2]
+    return _living[int(handle.item())]
 
 
 @torch.no_grad()
@@ -105,9 +102,9 @@ def held_back(full: Tensor, shard: Tensor, handle: Tensor | None) -> bool:
     Args:
         full: the gradient, [world_size * S].
         shard: [S], for what is reduced of it; zeros where nothing is, which nobody reads but autograd's anomaly mode.
-        handle: of the unit's reductions; None where nothing ever accumulates.
+        handle: of the unit's reductions; None where nothing ever accumulates, and nothing is quantized.
     """
-    if handle is None or not _accumulates(handle):
+    if handle is None:
         return False
     receiver = _receiver(reductions_of(handle))
     if receiver is None or receiver.reduces:
@@ -158,11 +155,8 @@ def _comes_to(receiver: ReceivesGradients) -> bool:
     return True
 
 
-def _accumulates(handle: Tensor) -> bool:
-    return handle.item() % 2 == 1
-
-
 def _receiver(reductions: Reductions) -> ReceivesGradients | None:
     """What will receive the unit's gradients; None outside of backwards."""
-    receivers = (each for each in receivers_of_gradients() if each.buffer.reductions is reductions)
-    return next(receivers, None)
+    # Programs have autograd functions of their own, which may keep a buffer too.
+    buffers = ((each, getattr(each, "buffer", None)) for each in receivers_of_gradients())
+    return next((each for each, buffer in buffers if getattr(buffer, "reductions", None) is reductions), None)

@@ -32,13 +32,12 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[
     """
     if len(buffer.params) == 1 or (compiled and len(life().gradients.get(buffer.layout, ())) <= 1):
         return used
-    everything = set(range(len(buffer.params)))
     device = buffer.shard.device
-    own = [index in used for index in everything]
+    own = [index in used for index in range(len(buffer.params))]
     mask = torch.tensor(own, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     mask = mask.to(device, non_blocking=True)  # from pageable memory the host would wait for all that the GPU has to do
     for group in filter(None, (buffer.group, buffer.replicas)):
         dist.all_reduce(mask, dist.ReduceOp.MAX, group)
-    if used == everything:  # who needs no answer does not wait for it
+    if all(own):  # who needs no answer does not wait for it
         return used
     return {index for index, anywhere in enumerate(mask.tolist()) if anywhere}

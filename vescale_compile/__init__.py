@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from . import optim
     from .accumulation import no_sync
     from .inspection import explain
+    from .passes.context import GraphError
     from .planner import Elements, Rows, TensorSpec, Whole, plan_unit
     from .quantize import MXFP8, BlockFP8, BlockInt8
     from .ragged.dtensor import RaggedDTensor
     from .ragged.placement import RaggedShard
     from .rounding import load_rounding_state, rounding_state
+    from .runtime.agreement import RanksDisagree, RanksMissing
     from .sharded_class import register_forward_method
     from .sharding import fully_shard
     from .simulation import simulate
@@ -23,9 +25,12 @@ __all__ = [
     "BlockFP8",
     "BlockInt8",
     "Elements",
+    "GraphError",
     "MixedPrecisionPolicy",
     "RaggedDTensor",
     "RaggedShard",
+    "RanksDisagree",
+    "RanksMissing",
     "Rows",
     "TensorSpec",
     "Whole",
@@ -44,10 +49,13 @@ __all__ = [
 _HOMES = {
     "BlockFP8": "vescale_compile.quantize",
     "BlockInt8": "vescale_compile.quantize",
+    "GraphError": "vescale_compile.passes.context",
     "MXFP8": "vescale_compile.quantize",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "RaggedDTensor": "vescale_compile.ragged.dtensor",
     "RaggedShard": "vescale_compile.ragged.placement",
+    "RanksDisagree": "vescale_compile.runtime.agreement",
+    "RanksMissing": "vescale_compile.runtime.agreement",
     "explain": "vescale_compile.inspection",
     "fully_shard": "vescale_compile.sharding",
     "load_rounding_state": "vescale_compile.rounding",

@@ -45,6 +45,7 @@ from .torch_internals import (
     inductor_compile,
     inductor_compile_inner,
     kernels_compiled_beside,
+    passes_left_out,
     remove_what_does_nothing,
     remove_whole_views,
     run_boxed,
@@ -198,6 +199,7 @@ def _lower_inductor(
                 # Its sums over rows are new tensors wherever they are to be stored: gradients of norms would be lost.
                 "triton.mix_order_reduction": False,
                 "triton.cudagraphs": False,
+                **passes_left_out(),
                 "unsafe_marked_cacheable_functions": cacheable_functions(),
             },
         )

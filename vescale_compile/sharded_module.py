@@ -23,6 +23,7 @@ from .runtime.agreement import agree_on_buffers
 from .runtime.boundary import Binding, binding_of
 from .runtime.dbuffer import DBuffer
 from .storage import convert_buffer
+from .unaveraged import warn_of_unaveraged_in
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ class ShardedModule(nn.Module):
             if compiling:
                 return forward(*args, **kwargs)
             if not was_running:
-                agree_on_buffers(buffers_in(self))
+                buffers = buffers_in(self)
+                agree_on_buffers(buffers)
+                if any(buffer.mesh.size() > 1 for buffer in buffers):
+                    warn_of_unaveraged_in(self)
             with eager.gathered_once(buffers_read_by(self)):
                 return forward(*args, **kwargs)
         finally:

@@ -66,6 +66,9 @@ def fully_shard(
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the
     optimizer afterwards: a step of one that was built before raises RuntimeError.
 
+    Nothing is sent: each rank keeps its part of its own values, which must be equal on all. Every rank calls it, in the
+    same order.
+
     Args:
         module: sharded in place. Parameters may be on the meta device; call ``to_empty`` and initialize
             afterwards, and each rank gets its part of what the same seed gives the unsharded module.

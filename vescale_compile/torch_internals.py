@@ -336,6 +336,24 @@ def rounds_as_operators() -> dict[str, bool]:
     return dict.fromkeys(set(names) & set(torch._inductor.list_options()), True)
 
 
+def passes_left_out() -> dict[str, bool]:
+    """What Inductor, as far as this version has it, is not to do with graphs of ours, whatever the user says."""
+    names = {
+        # They write slots, and nobody reads there what is written: it replaces scatters in place by others, and has
+        # the kernels of the program store to memory that nobody allocates.
+        "partitioned_scatter_enabled",
+        "epilogue_fusion_user_defined_triton_kernel",
+        # They have all ranks meet in each graph's compilation, of which each rank, or host, does some alone.
+        "distributed_max_autotune_gemm",
+        "aten_distributed_optimizations.spmd_check",
+        # It takes parameters to be aligned as the slots are that they lie in.
+        "triton.enable_persistent_tma_matmul",
+        # It moves nodes behind the checks of their order.
+        "reorder_for_compute_comm_overlap",
+    }
+    return dict.fromkeys(names & set(torch._inductor.list_options()), False)
+
+
 def emulates_precision_casts() -> bool:
     """Whether Inductor rounds wherever PyTorch's operators do, also where it fuses a cast with one back."""
     return torch._inductor.config.emulate_precision_casts
@@ -460,11 +478,10 @@ class ReceivesGradients(Protocol):
 
 
 def receivers_of_gradients() -> list[Any]:
-    """Of what the autograd node that this thread is running gives gradients to, those that are such contexts. No public
-    name tells a backward which forward's it is."""
+    """What the autograd node that this thread is running gives gradients to. No public name tells a backward which
+    forward's it is."""
     node = torch._C._current_autograd_node()
-    next_functions = node.next_functions if node is not None else ()
-    return [function for function, _ in next_functions if hasattr(function, "buffer")]
+    return [function for function, _ in node.next_functions] if node is not None else []
 
 
 def will_run(function: ReceivesGradients) -> bool:
@@ -492,8 +509,8 @@ def in_backward() -> bool:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Calls ``function`` when the backward that is running has run, as DistributedDataParallel does."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    """Calls ``function`` when the backward that is running has run, as DistributedDataParallel does; not compiled."""
+    torch.autograd.Variable._execution_engine.queue_callback(torch.compiler.disable(function))
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -3,13 +3,13 @@ sharded, they differ between ranks."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -29,16 +29,28 @@ def leave_alone(params: Iterable[nn.Parameter]) -> None:
 
 def warn_of_unaveraged(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Warns, once, of parameters that a graph trains and nothing has sharded."""
-    found: list[str] = []
+    found: dict[str, nn.Parameter] = {}
     for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        if not isinstance(value, nn.Parameter) or isinstance(value, DTensor) or not value.requires_grad:
+        if not _is_whole(value):
             continue
         if hasattr(value, "_vescale_sharded"):
             refuse_replaced(value._vescale_sharded)
-        if not hasattr(value, "_vescale_ignored") and _is_trained(placeholder):
-            found.append(f"{_name_of(placeholder)} {tuple(value.shape)}")
-    if found:
-        _warn(tuple(found))
+        if _is_trained(placeholder):
+            found[_name_of(placeholder)] = value
+    _warn(found)
+
+
+def warn_of_unaveraged_in(module: nn.Module) -> None:
+    """Warns, once, of parameters that a module which is not compiled may train and nothing has sharded."""
+    if torch.is_grad_enabled():
+        _warn({name: param for name, param in module.named_parameters() if _is_whole(param)})
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a parameter with gradients that are to be averaged, which nothing has sharded."""
+    if not isinstance(value, nn.Parameter) or isinstance(value, DTensor):
+        return False
+    return value.requires_grad and not hasattr(value, "_vescale_ignored")
 
 
 def _is_trained(parameter: fx.Node) -> bool:
@@ -63,14 +75,18 @@ def refuse_replaced(sharded: Tensor, *gradient: Tensor) -> NoReturn:
     )
 
 
-@functools.cache
-def _warn(params: tuple[str, ...]) -> None:
-    _log.warning(
-        "backend='vescale': parameters are trained that are not sharded, as others are: their gradients are not "
-        "averaged, and unless something else does so, as DistributedDataParallel, they will differ from rank to rank. "
-        "There are %s: %s%s. If they were added after fully_shard, as adapters are, add them before it, or call "
-        "fully_shard on their module; if they are to stay as they are, pass them in fully_shard(ignored_params=...).",
-        len(params),
-        ", ".join(params[:_NAMED]),
-        ", ..." if len(params) > _NAMED else "",
-    )
+def _warn(found: Mapping[str, nn.Parameter]) -> None:
+    params = [f"{name} {tuple(param.shape)}" for name, param in found.items() if not hasattr(param, "_vescale_named")]
+    for param in found.values():
+        param._vescale_named = True  # type: ignore[attr-defined]
+    if params:
+        _log.warning(
+            "fully_shard: parameters are trained that are not sharded, as others are: their gradients are not "
+            "averaged, and unless something else does so, as DistributedDataParallel, they will differ from rank to "
+            "rank. There are %s: %s%s. If they were added after fully_shard, as adapters are, add them before it, or "
+            "call fully_shard on their module; if they are to stay as they are, pass them in "
+            "fully_shard(ignored_params=...).",
+            len(params),
+            ", ".join(params[:_NAMED]),
+            ", ..." if len(params) > _NAMED else "",
+        )

@@ -55,6 +55,51 @@ def test_accumulated_gradients_are_bit_equal_to_the_unsharded_models(compile):
         reference.zero_grad()
 
 
+@on_ranks(2)
+def test_what_is_compiled_may_call_backward_itself():
+    torch._dynamo.reset()
+    data = models.batches(MICRO_BATCHES, 11)
+    model, _ = models.sharded(models.Uneven, compile=None)
+
+    @torch.compile(backend="vescale", options={"lowering": "eager"})
+    def step(tokens, labels):
+        model(tokens, labels).backward()
+
+    with vc.no_sync(model):
+        for batch in data[:-1]:
+            step(*batch)
+    step(*data[-1])
+    reference = models.build(models.Uneven)
+    accumulate_unsharded(reference, data)
+    assert gradients_differ(model, reference) == 0.0
+
+
+class KeepsABuffer(torch.autograd.Function):
+    """A program's own, whose context has an attribute of the name that ours has."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.buffer = x.new_ones(())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.buffer
+
+
+@on_ranks(2)
+def test_gradients_accumulate_behind_an_autograd_function_of_the_program():
+    torch._dynamo.reset()
+    model = vc.fully_shard(torch.nn.Linear(8, 4))
+    call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
+    x = torch.ones(2, 8, requires_grad=True)
+    with vc.no_sync(model):
+        call(KeepsABuffer.apply(x)).sum().backward()
+    call(KeepsABuffer.apply(x)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 8), 4.0))
+    assert torch.equal(x.grad, 2 * model.weight.full_tensor().sum(0).expand(2, 8))
+
+
 @pytest.mark.parametrize("compile", ["eager", None])
 @on_ranks(2)
 def test_each_unit_is_reduced_once_for_all_micro_batches(compile):

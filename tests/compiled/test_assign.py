@@ -74,11 +74,14 @@ def test_parameters_and_gradients_of_a_graph_have_no_memory_in_common():
     ]
 
 
-@pytest.mark.parametrize(("checks", "shared"), [("0", True), ("1", False)])
-def test_where_nccl_looks_for_nan_each_dtype_has_memory_of_its_own(monkeypatch, checks, shared):
+@pytest.mark.parametrize(
+    ("by_nccl", "by_inductor", "shared"), [("0", False, True), ("1", False, False), ("0", True, False)]
+)
+def test_where_somebody_looks_for_nan_each_dtype_has_memory_of_its_own(monkeypatch, by_nccl, by_inductor, shared):
     """What bfloat16 leaves of two numbers is finite as one of float32; halves of one of float32 may not be."""
-    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", checks)
-    parameters, gradients = slots_for([buffer(KB, 0, 1, dtype=torch.bfloat16), buffer(KB, 2, 3, Use.GRADIENTS)])
+    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", by_nccl)
+    with torch._inductor.config.patch(nan_asserts=by_inductor):
+        parameters, gradients = slots_for([buffer(KB, 0, 1, dtype=torch.bfloat16), buffer(KB, 2, 3, Use.GRADIENTS)])
     assert (parameters.memory == gradients.memory) is shared
     monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "0")  # as where a graph that was compiled under it is found again
     assert not parameters.overlaps(gradients)

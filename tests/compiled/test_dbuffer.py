@@ -121,7 +121,7 @@ def test_what_micro_batches_sum_to_is_added_to_what_is_reduced_in_one_kernel_for
     reductions.hold(torch.ones(16))
     last = torch.ones(16)
     with Kernels() as kernels:
-        add_held(last, reductions.handle(accumulates=True))
+        add_held(last, reductions.handle)
     assert kernels.over("add_") == len(kernels.ran) - 1 == 1  # which reads the handle
     assert last.tolist() == [2.0] * 16
     assert reductions.unreduced is None

@@ -156,6 +156,25 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
         dist.barrier()
 
 
+@on_ranks(2)
+def test_ranks_meet_over_a_store_that_wakes_nobody_where_a_value_is_compared_and_set():
+    """As TCPStore does without libuv: they would sleep until the deadline, though all have come."""
+    mesh, posted = init_device_mesh("cpu", (2,)), agreement.default_store()
+    if first := dist.get_rank() == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+        posted.set("port without libuv", str(store.port))
+    else:
+        store = dist.TCPStore("localhost", int(posted.get("port without libuv")), use_libuv=False)
+    with (
+        mock.patch.object(agreement, "default_store", return_value=store),
+        mock.patch.object(agreement, "_GRACE_S", 0.0),
+        mock.patch.object(agreement._Exchange, "_give_up", side_effect=AssertionError),
+    ):
+        time.sleep(0.3 if first else 0.0)
+        agree(mesh, "test", [], deadline_s=3)
+    dist.barrier()  # the store is the first rank's
+
+
 @on_ranks(3)
 def test_a_rank_that_gives_up_does_so_for_those_that_come_later():
     """Else they would agree, and wait for it in their first collective."""

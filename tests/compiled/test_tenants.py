@@ -86,6 +86,41 @@ def test_a_graph_that_is_left_as_it_was_passes(two_in_a_slot):
     check_tenants(graph.graph)
 
 
+class Rows(nn.Module):
+    """Reads rows of its table by an index: their gradients are scattered into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, WIDTH))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.table[index].square().mean()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_rows_are_scattered_where_the_user_has_inductor_replace_large_scatters():
+    """By a pass that takes for unused what writes in place, and drops it."""
+    torch._dynamo.reset()
+    index = torch.randint(64, (8192,), generator=torch.Generator().manual_seed(0))
+    reference = models.build(Rows)
+    reference(index).backward()
+    option = "partitioned_scatter_enabled"
+    patch = {option: True} if option in torch._inductor.list_options() else {}
+    with torch._inductor.config.patch(patch):
+        model, call = models.sharded(Rows, compile="inductor")
+        call(index).backward()
+    models.assert_gradients_of(model, reference, atol=1e-6)
+
+
+def test_a_graph_whose_write_was_dropped_is_refused(two_in_a_slot):
+    graph, _ = two_in_a_slot
+    launch = next(node for node in graph.graph.nodes if "start_all_gather" in str(node.target))
+    graph.graph.erase_node(launch)
+    with pytest.raises(GraphError, match=r"slot is written 3 times, where the program writes it 4 times"):
+        check_tenants(graph.graph)
+
+
 def test_a_read_that_is_moved_behind_the_next_gather_is_refused(two_in_a_slot):
     graph, (first, second) = two_in_a_slot
     second.append(first)

@@ -9,7 +9,7 @@ from ranks import fake_world, on_ranks
 from torch import nn
 
 import vescale_compile as vc
-from vescale_compile import unaveraged, undivided
+from vescale_compile import undivided
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -59,23 +59,24 @@ def test_units_of_two_models_are_told_apart_in_the_report():
 @pytest.fixture
 def warnings_of(caplog):
     """What is logged while a model of two ranks is trained for a step."""
-    unaveraged._warn.cache_clear()
 
-    def log(model: nn.Module) -> str:
+    def log(model: nn.Module, *, compiled: bool = True) -> str:
         torch._dynamo.reset()
         with caplog.at_level(logging.WARNING):
-            torch.compile(model, backend="vescale", options=OPTIONS)(*models.batches(1, 11)[0]).backward()
+            run = torch.compile(model, backend="vescale", options=OPTIONS) if compiled else model
+            run(*models.batches(1, 11)[0]).backward()
         return caplog.text
 
     return log
 
 
-def test_a_parameter_that_was_added_after_sharding_is_named_once(warnings_of):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_parameter_that_was_added_after_sharding_is_named_once(warnings_of, compiled):
     with fake_world(2):
         model = vc.fully_shard(models.build(models.Uneven))
         model.head = nn.Sequential(model.head, nn.Linear(11, 11, bias=False))
-        warnings_of(model)
-        logged = warnings_of(model)
+        warnings_of(model, compiled=compiled)
+        logged = warnings_of(model, compiled=compiled)
     assert logged.count("are not averaged") == 1
     assert "There are 1: head.1.weight (11, 11)." in logged
 
@@ -129,12 +130,13 @@ def test_many_parameters_that_were_added_after_sharding_are_one_warning(warnings
     assert "There are 6: " in logged and logged.count("(11, 11)") < 6 and ", ..." in logged
 
 
-def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of, compiled):
     with fake_world(2):
         model = models.build(models.Uneven)
         vc.fully_shard(model, ignored_params=set(model.head.parameters()))
         model.embed = nn.Sequential(model.embed, nn.Linear(13, 13).requires_grad_(False))
-        assert "are not averaged" not in warnings_of(model)
+        assert "are not averaged" not in warnings_of(model, compiled=compiled)
 
 
 def test_one_rank_averages_with_nobody(warnings_of):

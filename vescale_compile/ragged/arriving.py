@@ -40,7 +40,8 @@ class ArrivingDTensor(RaggedDTensor):
         return wrap(self._local_tensor, self._spec)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # Dynamo looks at all Python that compiled programs run
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd does it to every gradient that it stores

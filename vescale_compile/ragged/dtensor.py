@@ -248,7 +248,8 @@ class RaggedDTensor(DTensor):
         return wrap(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # Dynamo looks at all Python that compiled programs run
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         from vescale_compile.ragged.dispatch import dispatch
