@@ -89,7 +89,7 @@ def _check_writes(graph: fx.Graph, memory: Mapping[fx.Node, fx.Node]) -> None:
         if left[slot] < (noted := slot.meta.get(_WRITES, 0)):
             raise GraphError(
                 f"{slot.name} is written {left[slot]} times, where the program writes it {noted} times: one of "
-                f"Inductor's passes has dropped what a gradient is, say. {_ADVICE}"
+                f"Inductor's passes has dropped a gradient, say. {_ADVICE}"
             )
 
 

@@ -81,7 +81,12 @@ class BlockQuantizer(ABC):
         return Quantized(_from_blocks(codes, self._tiles(tensor.shape)).view(tensor.shape), scales[:, :, 0, :, 0])
 
     def dequantize(self, quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What :meth:`quantize` made of a tensor, as ``dtype``: computed in float32 and rounded once."""
+        """What :meth:`quantize` made of a tensor, as ``dtype``: computed in float32 and rounded once.
+
+        Args:
+            quantized: codes, uint8, of the tensor's shape, and their scales.
+            dtype: of the result, which has the codes' shape.
+        """
         codes, scales = quantized
         tiles = self._tiles(codes.shape)
         values = self.decode(_in_blocks(codes, tiles).to(torch.int32), scales[:, :, None, :, None])
@@ -220,7 +225,7 @@ class MXFP8(BlockQuantizer):
 
     The power of two is the largest in the block's absolute maximum, divided by that in 448; what it leaves above 448
     becomes 448. A row's last block may be shorter. A block with a NaN or an infinity comes out as NaN. A tensor takes
-    1 + 1/32 bytes for each element.
+    1 + 1/32 bytes for each element. ``fully_shard`` raises ValueError for rows of fewer than 32 elements.
     """
 
     scale_bytes: ClassVar[int] = 1

@@ -35,6 +35,7 @@ class GraphReport:
     """One captured graph, compiled.
 
     Attributes:
+        rank: whose it is.
         lowering: what runs it.
         cluster: that its schedules and predictions were made for.
         units: in the order in which the graph first needs them.

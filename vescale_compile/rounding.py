@@ -15,6 +15,12 @@ def rounding_state(module: nn.Module) -> dict[str, int]:
 
     A checkpoint that keeps it resumes with the same bits on the same ranks. It is the same on all ranks.
 
+    Args:
+        module: sharded with ``quantize_gradients``, or ``torch.compile``'s of one.
+
+    Returns:
+        By units' names, how many times each has quantized a gradient. The seed is not in it.
+
     Raises:
         ValueError: no unit in the module has quantized gradients.
     """
@@ -22,8 +28,12 @@ def rounding_state(module: nn.Module) -> dict[str, int]:
 
 
 def load_rounding_state(module: nn.Module, state: Mapping[str, int]) -> None:
-    """Sets what :func:`rounding_state` returned. Where a block is cut into other parts than it was, as it may be on
-    another number of ranks, each goes on from the most that one of them had counted.
+    """Sets what :func:`rounding_state` returned. Where a block of layers is cut into other units than it was, as it may
+    be on another number of ranks, each goes on from the most that one of them had counted.
+
+    Args:
+        module: sharded with ``quantize_gradients``, or ``torch.compile``'s of one.
+        state: what :func:`rounding_state` gave for a model with the same blocks.
 
     Raises:
         ValueError: no unit in the module has quantized gradients, or one is missing in the state. Nothing is set then.

@@ -154,6 +154,9 @@ def simulate(
         optimizer: one of ``vescale_compile.cost.OPTIMIZERS``, or another description.
         on_graph: called with each final graph; ``vescale_compile.cost.operators.measure_operators`` measures its nodes.
 
+    Returns:
+        The step's times in seconds and its memory in bytes on a rank, with the reports of its graphs; printed, a table.
+
     Raises:
         ValueError: a cluster that does not exist; no ranks; a budget that makes no sense; a model that is sharded
             already, or that ``shard`` does not shard; an argument of ``fully_shard`` that the model does not name.

@@ -45,6 +45,9 @@ class Muon(MatrixOptimizer):
     ``torch.amp.GradScaler``, ``clip_grad_norm_``, schedulers and ``torch.distributed.checkpoint`` work as with any
     optimizer of ``torch.optim``.
 
+    States, for each parameter, of its shape, dtype and layout: ``momentum_buffer``, or with AdamW ``exp_avg``,
+    ``exp_avg_sq`` and ``step``.
+
     Args:
         params: parameters, named parameters, or groups of either. Sharded ones are all on one mesh.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: of ``torch.optim.Muon``,
@@ -53,7 +56,7 @@ class Muon(MatrixOptimizer):
         adamw_lr, adamw_weight_decay: of AdamW groups; None for ``lr`` and ``weight_decay``.
         adamw_betas, adamw_eps: of AdamW groups, where their names are ``betas`` and ``eps``.
         foreach: of AdamW groups, as in ``torch.optim.AdamW``. As in ``torch.optim.Muon``, Muon has no such form.
-        exchange_bytes: what one rank should receive at most in one exchange, about; two are in flight.
+        exchange_bytes: bytes that one rank should receive at most in one exchange, about; two are in flight.
 
     Raises:
         ValueError: no matrix at all, a parameter or an option that an algorithm can't take, or sharded parameters on

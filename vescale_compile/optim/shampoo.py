@@ -67,6 +67,9 @@ class Shampoo(MatrixOptimizer):
     the matrix for averages. During a step those factors and roots that are due exist twice, one in ``frequency``: they
     are computed before anything changes, so that all ranks refuse a step that one of them can't take.
 
+    States of such a matrix, in its dtype: ``exp_avg`` and ``exp_avg_sq``, of its shape and layout; ``left`` and
+    ``left_root``, [b, r, r], ``right`` and ``right_root``, [b, c, c], blocks lying where their elements do; ``step``.
+
     Args:
         params: parameters, named parameters, or groups of either; float32 or float64. Sharded ones are on one mesh.
         lr, weight_decay: the decay is decoupled. ``lr`` may be a tensor of one element.

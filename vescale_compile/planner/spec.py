@@ -12,7 +12,12 @@ from vescale_compile.planner.layout import Item
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Blocks of ``count`` consecutive elements in row-major order, counted from the tensor's start."""
+    """Blocks of ``count`` consecutive elements in row-major order, counted from the tensor's start.
+
+    Raises:
+        TypeError: ``count`` is no int.
+        ValueError: it is below 1.
+    """
 
     count: int
 
@@ -29,6 +34,10 @@ class Rows:
     multiple of ``count`` a block may hold the last rows of one expert and the first of the next. A 1-D
     tensor has rows of one element. A tile of h x w elements in a row-major matrix is kept whole by
     ``Rows(h)``, whatever w is.
+
+    Raises:
+        TypeError: ``count`` is no int.
+        ValueError: it is below 1.
     """
 
     count: int

@@ -36,6 +36,9 @@ def plan_unit(
         alignment_bytes: a rank's bytes in each buffer are a multiple of this (16: NCCL's fast path).
         keep_order: within each buffer the tensors lie in the order given; otherwise the planner chooses it.
 
+    Returns:
+        One buffer or several: of each its tensors with their offsets, and its padding.
+
     Raises:
         ValueError: no tensors, a name given twice, or a world size or alignment below 1.
     """

@@ -135,7 +135,10 @@ class RaggedDTensor(DTensor):
             local: one-dimensional, contiguous, with as many elements as this tensor's own; any dtype and
                 device.
 
-        The result is detached from autograd.
+        The result is detached from autograd. Nothing is sent.
+
+        Raises:
+            ValueError: another shape, or not contiguous.
         """
         if local.shape != self._local_tensor.shape or not local.is_contiguous():
             raise ValueError(
@@ -160,6 +163,9 @@ class RaggedDTensor(DTensor):
         Args:
             grad_placements: the placement of the gradient that will flow back, by default this tensor's
                 own.
+
+        Raises:
+            NotImplementedError: another placement.
         """
         if not torch.is_grad_enabled():
             return self._local_tensor
@@ -182,6 +188,10 @@ class RaggedDTensor(DTensor):
 
         Returns:
             A RaggedDTensor for a RaggedShard, else a DTensor.
+
+        Raises:
+            ValueError: no placements, or several; another mesh.
+            NotImplementedError: a placement that it can't be moved to.
         """
         from vescale_compile.ragged.redistribute import redistribute
 
