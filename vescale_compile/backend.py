@@ -190,15 +190,6 @@ def _lower_inductor(
             config_patches={
                 "custom_partitioner_fn": _partitioner(captured.context, dump),
                 "_post_fusion_custom_pass": CheckedReads(sharing_memory),
-                # The schedule is ours: what reads a slot must not move behind its next launch.
-                "reorder_for_peak_memory": False,
-                "reorder_for_locality": False,
-                "combo_kernels": False,  # would be put together behind the check
-                # It copies gathered weights into padded ones, where this rank has found that faster by trying.
-                "shape_padding": False,
-                # Its sums over rows are new tensors wherever they are to be stored: gradients of norms would be lost.
-                "triton.mix_order_reduction": False,
-                "triton.cudagraphs": False,
                 **passes_left_out(),
                 "unsafe_marked_cacheable_functions": cacheable_functions(),
             },

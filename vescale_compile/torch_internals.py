@@ -332,13 +332,27 @@ def _does_nothing(node: fx.Node) -> bool:
 
 def rounds_as_operators() -> dict[str, bool]:
     """Options of Inductor by which Triton's kernels round each division and product as PyTorch's operators do."""
-    names = ("eager_numerics.division_rounding", "emulate_divison_rounding", "emulate_precision_casts")
-    return dict.fromkeys(set(names) & set(torch._inductor.list_options()), True)
+    return _known_options(
+        {"eager_numerics.division_rounding", "emulate_divison_rounding", "emulate_precision_casts"}, True
+    )
 
 
 def passes_left_out() -> dict[str, bool]:
-    """What Inductor, as far as this version has it, is not to do with graphs of ours, whatever the user says."""
-    names = {
+    """What Inductor is not to do with graphs of ours, whatever the user says."""
+    always = (
+        # The schedule is ours: what reads a slot must not move behind its next launch.
+        "reorder_for_peak_memory",
+        "reorder_for_locality",
+        # They would be put together behind the check.
+        "combo_kernels",
+        # It copies gathered weights into padded ones, where this rank has found that faster by trying.
+        "shape_padding",
+        # Its sums over rows are new tensors wherever they are to be stored: gradients of norms would be lost.
+        "triton.mix_order_reduction",
+        # Shards would be copied to where the CUDA graph was recorded.
+        "triton.cudagraphs",
+    )
+    where_there_are = {
         # They write slots, and nobody reads there what is written: it replaces scatters in place by others, and has
         # the kernels of the program store to memory that nobody allocates.
         "partitioned_scatter_enabled",
@@ -351,7 +365,12 @@ def passes_left_out() -> dict[str, bool]:
         # It moves nodes behind the checks of their order.
         "reorder_for_compute_comm_overlap",
     }
-    return dict.fromkeys(names & set(torch._inductor.list_options()), False)
+    return dict.fromkeys(always, False) | _known_options(where_there_are, False)
+
+
+def _known_options(names: set[str], value: bool) -> dict[str, bool]:
+    """Those of the options that this version of Inductor has."""
+    return dict.fromkeys(sorted(names & set(torch._inductor.list_options())), value)
 
 
 def emulates_precision_casts() -> bool:
