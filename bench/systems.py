@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from communication import communication_alone
+from over_messages import simple_fsdp_over_messages
 from simple_fsdp import simple_fsdp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +39,7 @@ class System:
         family: systems of one family are configurations of one, of which the fastest counts.
         reduces: whether ranks train one model together. One that does not is a yardstick, whose results differ.
         rounds: whether what it sends is rounded, so that its results differ too.
-        fakes: whether it runs on a process group whose collectives do nothing; DDP asks it for results.
+        fakes: whether it runs on a process group whose collectives do nothing.
         planned_bytes: of its forward: what it said that a step will take on a rank, optimizer states apart.
         default: whether it is measured when no systems are named.
     """
@@ -162,6 +163,7 @@ SYSTEMS = {
         System("fsdp2-compile", functools.partial(_fsdp2, compiled=True), SHARDED),
         System("simplefsdp", functools.partial(simple_fsdp, bucketed=False), SHARDED, family="simplefsdp"),
         System("simplefsdp-bucketed", functools.partial(simple_fsdp, bucketed=True), SHARDED, family="simplefsdp"),
+        System("simplefsdp-over-our-messages", simple_fsdp_over_messages, SHARDED, fakes=False, default=False),
         _ours(OURS, default=True),
         _ours("vescale-whole-blocks", whole_blocks=True),
         _ours("vescale-int8", quantizer=vc.BlockInt8()),

@@ -46,6 +46,10 @@ def retain(halves: Halves, context: CompileContext) -> None:
     context.donated = _donated(halves[0].graph, context.results)
     step = survey(halves, context)
     again = frozenset(step.forward.gathered.keys() & step.backward.gathered.keys())
+    # `torch._functorch.config.activation_memory_budget=0` has everything computed again, whatever must be saved.
+    if never := frozenset(unit for unit in again if not context.reshards(unit)):
+        hand_over(halves, never, context.results)
+        step, again = survey(halves, context), again - never
     kept = _to_keep(step, context)
     context.kept, context.carried = agreed_units(again, kept, _to_carry(step, kept, context), context)
     hand_over(halves, context.kept, context.results)

@@ -1,6 +1,8 @@
 """The SimpleFSDP baseline, on two ranks."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
-from profiling import profiled
+from over_messages import simple_fsdp_over_messages
+from profiling import StepProfile, profiled
 from simple_fsdp import simple_fsdp
-from workload import Policy, Workload
+from workload import Forward, Policy, Workload
 
 WIDTH = 8
 MATRIX = 4 * WIDTH * WIDTH  # bytes
@@ -47,6 +50,25 @@ def averaged_gradients() -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
+def check_gradients(distribute: Callable[[Model, Workload, Policy], Forward], policy: Policy) -> StepProfile:
+    """Profiles a step of the model, whose gradients have to be the averaged ones."""
+    torch.manual_seed(0)
+    model = Model()
+    forward = distribute(model, Workload("none", batch=4, seq=1, dtype="fp32", device="cpu", seed=0), policy)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        forward(*batch(dist.get_rank())).backward()
+
+    step()
+    profile = profiled(step, 2, torch.device("cpu"))
+    for parameter, expected in zip(model.parameters(), averaged_gradients(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected)
+    return profile
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "bucketed", "gathered", "calls", "copied"),
@@ -60,23 +82,18 @@ def averaged_gradients() -> list[Tensor]:
 def test_gradients_are_the_averaged_ones_and_collectives_those_of_the_configuration(
     policy: str, bucketed: bool, gathered: int, calls: dict[str, int], copied: bool
 ) -> None:
-    torch.manual_seed(0)
-    model = Model()
-    workload = Workload("none", batch=4, seq=1, dtype="fp32", device="cpu", seed=0)
-    forward = simple_fsdp(model, workload, Policy(policy), bucketed=bucketed)
-
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        forward(*batch(dist.get_rank())).backward()
-
-    step()
-    profile = profiled(step, 2, torch.device("cpu"))
-    for parameter, expected in zip(model.parameters(), averaged_gradients(), strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected)
+    profile = check_gradients(partial(simple_fsdp, bucketed=bucketed), Policy(policy))
     collectives = profile.collectives
     assert {kind: traffic.calls for kind, traffic in collectives.items()} == calls, collectives
     assert collectives["all_gather"].payload_bytes == gathered * MATRIX, collectives
     assert collectives["reduce_scatter"].payload_bytes == 4 * MATRIX, collectives
     assert (profile.copies.copied_bytes > 0) is copied
+
+
+@pytest.mark.slow
+@on_ranks(2, deadline_s=300)
+def test_over_our_messages_each_rank_sends_half_of_what_is_gathered_and_reduced() -> None:
+    collectives = check_gradients(simple_fsdp_over_messages, Policy.KEEP).collectives
+    assert collectives.keys() == {"send", "receive"}, collectives
+    assert collectives["send"].calls == 8, collectives
+    assert collectives["send"].payload_bytes == 8 * MATRIX / 2, collectives

@@ -114,6 +114,15 @@ def test_the_report_names_the_units_that_are_kept():
     assert str(graph).count("kept: memory_budget allows it") == len(kept)
 
 
+@torch._functorch.config.patch(activation_memory_budget=0)
+def test_units_that_are_never_resharded_are_kept_where_all_else_is_computed_again():
+    options = {"lowering": "eager", "cluster": models.SLOW_WIRE}
+    with fake_world(2):
+        (graph,) = vc.explain(sharded(reshard=False), *models.batches(1, 11)[0], options=options).graphs
+    assert gathers(graph, Part.FORWARD) == UNITS
+    assert gathers(graph, Part.BACKWARD) == 0
+
+
 @on_ranks(2)
 def test_what_is_kept_changes_no_number():
     data = models.batches(4, 11)
