@@ -114,10 +114,10 @@ def test_the_report_names_the_units_that_are_kept():
     assert str(graph).count("kept: memory_budget allows it") == len(kept)
 
 
-@torch._functorch.config.patch(activation_memory_budget=0)
-def test_units_that_are_never_resharded_are_kept_where_all_else_is_computed_again():
+@pytest.mark.parametrize("budget", [0, 0.1])
+def test_units_that_are_never_resharded_are_kept_where_activations_are_computed_again(budget: float):
     options = {"lowering": "eager", "cluster": models.SLOW_WIRE}
-    with fake_world(2):
+    with fake_world(2), torch._functorch.config.patch(activation_memory_budget=budget):
         (graph,) = vc.explain(sharded(reshard=False), *models.batches(1, 11)[0], options=options).graphs
     assert gathers(graph, Part.FORWARD) == UNITS
     assert gathers(graph, Part.BACKWARD) == 0
