@@ -23,6 +23,8 @@ from vescale_compile.runtime import ops
 from vescale_compile.runtime.collectives import exchanges_directly, scratch_numel
 from vescale_compile.runtime.groups import group_named, name_group
 
+_library = torch.library.Library("_c10d_functional", "IMPL", "CPU")  # what is registered goes with it
+
 
 def simple_fsdp_over_messages(model: nn.Module, workload: Workload, policy: Policy) -> Forward:
     """:func:`simple_fsdp.simple_fsdp` without bucketing, in a process whose gathers and reduce-scatters are messages
@@ -57,7 +59,8 @@ def simple_fsdp_over_messages(model: nn.Module, workload: Workload, policy: Poli
 
 
 def _in_flight(result: Tensor, wait: Callable[[], object]) -> Tensor:
-    """Has ``wait_tensor`` of a result call ``wait``."""
+    """Has ``wait_tensor`` of a result call ``wait``. A private name of PyTorch registers that, as its own operators of
+    symmetric memory do."""
     _register_work(result, _Work(wait))
     return result
 
@@ -70,6 +73,3 @@ class _Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._end()
         return True
-
-
-_library = torch.library.Library("_c10d_functional", "IMPL", "CPU")  # what is registered goes with it

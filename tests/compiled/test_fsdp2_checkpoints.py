@@ -1,11 +1,10 @@
 """Distributed checkpoints of FSDP2 load here, and ours there, with optimizer states."""
 
-import tempfile
+from pathlib import Path
 
 import models
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 from torch import nn
@@ -47,18 +46,16 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Ten
 
 @pytest.mark.parametrize(("saving", "loading"), [("fsdp2", "ours"), ("ours", "fsdp2")])
 @on_ranks(2)
-def test_training_goes_on_from_the_others_checkpoint(saving: str, loading: str):
+def test_training_goes_on_from_the_others_checkpoint(saving: str, loading: str, tmp_path: Path):
     torch._dynamo.reset()
-    directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(directory)
     model, call, optimizer = training(saving, seed=0)
     train(call, optimizer)
     weights, states = get_state_dict(call, optimizer)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=directory[0])
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path)
 
     other, other_call, other_optimizer = training(loading, seed=1)
     weights, states = get_state_dict(other_call, other_optimizer)
-    dcp.load({"model": weights, "optim": states}, checkpoint_id=directory[0])
+    dcp.load({"model": weights, "optim": states}, checkpoint_id=tmp_path)
     set_state_dict(other_call, other_optimizer, model_state_dict=weights, optim_state_dict=states)
 
     assert all(map(torch.equal, values(other, other_optimizer), values(model, optimizer)))
