@@ -43,18 +43,23 @@ def retain(halves: Halves, context: CompileContext) -> None:
     """
     for half in halves:
         give_values(half.graph)
+    _keep_what_is_never_resharded(halves, context)
     context.donated = _donated(halves[0].graph, context.results)
     step = survey(halves, context)
     again = frozenset(step.forward.gathered.keys() & step.backward.gathered.keys())
-    # `torch._functorch.config.activation_memory_budget=0` has everything computed again, whatever must be saved.
-    if never := frozenset(unit for unit in again if not context.reshards(unit)):
-        hand_over(halves, never, context.results)
-        step, again = survey(halves, context), again - never
     kept = _to_keep(step, context)
     context.kept, context.carried = agreed_units(again, kept, _to_carry(step, kept, context), context)
     hand_over(halves, context.kept, context.results)
     context.needs = step.needs(context.kept, context.carried)
     context.saved = _saved(halves[0].graph)
+
+
+def _keep_what_is_never_resharded(halves: Halves, context: CompileContext) -> None:
+    """With ``torch._functorch.config.activation_memory_budget=0`` the partitioner has the backward compute everything
+    again, whatever must be saved: gathers of units that are not resharded, too."""
+    twice = _gathers(halves[0]).keys() & _gathers(halves[1]).keys()
+    if again := frozenset(unit for unit in twice if not context.reshards(unit)):
+        hand_over(halves, again, context.results)
 
 
 def hand_over(halves: Halves, units: frozenset[int], results: int) -> None:
@@ -67,9 +72,7 @@ def hand_over(halves: Halves, units: frozenset[int], results: int) -> None:
         results: how many of the forward's outputs are the program's own.
     """
     forward, backward = halves
-    first, again = (
-        {node.args[1]: node for node in half.graph.nodes if node.target in GATHERS} for half in (forward, backward)
-    )
+    first, again = _gathers(forward), _gathers(backward)
     output = forward.graph.output_node()
     outputs = list(cast(Sequence[Any], output.args[0]))
     for unit in sorted(units):
@@ -78,6 +81,11 @@ def hand_over(halves: Halves, units: frozenset[int], results: int) -> None:
     output.args = (tuple(outputs),)
     for half in halves:
         half.recompile()
+
+
+def _gathers(half: fx.GraphModule) -> dict[int, fx.Node]:
+    """By unit."""
+    return {cast(int, node.args[1]): node for node in half.graph.nodes if node.target in GATHERS}
 
 
 def _become_input(gather: fx.Node) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-import tempfile
+from pathlib import Path
 
 import models
 import pytest
@@ -154,21 +154,19 @@ def test_a_norm_counts_each_element_once():
 
 
 @on_ranks(4)
-def test_a_checkpoint_saved_over_2_by_2_loads_over_2_by_2_and_over_4():
+def test_a_checkpoint_saved_over_2_by_2_loads_over_2_by_2_and_over_4(tmp_path: Path):
     torch._dynamo.reset()
     saved, call = models.sharded(models.Uneven, mesh=mesh_of(2, 2))
     optimizer = models.adamw(saved.parameters())
     call(*models.batches(1, 11)[0]).backward()
     optimizer.step()
-    directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(directory)
     weights, states = get_state_dict(saved, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=directory[0])
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
     for mesh in (mesh_of(2, 2), None):
         loaded = vc.fully_shard(models.build(models.Uneven, seed=1), mesh=mesh)
         other = models.adamw(loaded.parameters())
         weights, states = get_state_dict(loaded, other)
-        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=directory[0])
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
         set_state_dict(loaded, other, model_state_dict=weights, optim_state_dict=states)
         assert models.largest_difference(loaded, _whole(saved)) == 0.0
         for mine, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
