@@ -51,12 +51,15 @@ _ZEROS = (_aten.full.default, _aten.zeros.default, _aten.new_zeros.default, _ate
 
 
 def sink(gm: fx.GraphModule, context: CompileContext) -> None:
-    for node in list(gm.graph.nodes):
-        if node.target is ops.pack:
-            _replace_pack(node, context)
+    before = order_of(gm.graph)
+    buffers = [_replace_pack(node, context, before) for node in before if node.target is ops.pack]
+    after = order_of(gm.graph)
+    for buffer in buffers:
+        min(buffer.users, key=after.__getitem__).prepend(buffer)
 
 
-def _replace_pack(pack: fx.Node, context: CompileContext) -> None:
+def _replace_pack(pack: fx.Node, context: CompileContext, order: dict[fx.Node, int]) -> fx.Node:
+    """The buffer that a unit's gradients are written to from now on."""
     graph, value = pack.graph, pack.meta["val"]
     args: tuple[Any, ...] = pack.args
     grads, offsets, views, unused, _, _, unit = args
@@ -67,13 +70,12 @@ def _replace_pack(pack: fx.Node, context: CompileContext) -> None:
             call(graph, _aten.fill_.Scalar, place, 0)
     pack.replace_all_uses_with(buffer)
     graph.erase_node(pack)
-    sinking = _Sinking(graph, context, order_of(graph), Counter(grads))
+    sinking = _Sinking(graph, context, order, Counter(grads))
     for grad, offset, view in zip(grads, offsets, views, strict=True):
         sinking.unwritten[grad] -= 1
         shape = torch.Size(context.units[unit].views[view].shape)
         sinking.write(grad, Place.of(buffer, offset, unit, shape))
-    order = order_of(graph)
-    min(buffer.users, key=order.__getitem__).prepend(buffer)
+    return buffer
 
 
 @dataclass(frozen=True)
