@@ -8,9 +8,11 @@ what the first rank to come to a graph decides holds for all, and for every late
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from ..schedule import Instruction, Launch, Run, Schedule, TaskGraph, Wait
 from .context import CompileContext
+from .tasks import Collective
 
 Units = frozenset[int]
 
@@ -23,9 +25,15 @@ def agreed_units(again: Units, kept: Units, carried: Units, context: CompileCont
     return frozenset(first), frozenset(second)
 
 
-def agreed_schedule(schedule: Schedule, tasks: TaskGraph, context: CompileContext) -> Schedule:
+def agreed_schedule(
+    schedule: Schedule, tasks: TaskGraph, collectives: Sequence[Collective], context: CompileContext
+) -> Schedule:
     """The schedule of a graph with these tasks: it fits any that differs in times and memory only."""
-    places = [(each.name, each.writers, each.readers, each.lane) for each in tasks.transfers]
+    lanes = [transfer.lane for transfer in tasks.transfers]
+    places = [
+        (each.kind, each.unit, transfer.writers, transfer.readers, lanes.index(transfer.lane))
+        for each, transfer in zip(collectives, tasks.transfers, strict=True)
+    ]
     assert context.part is not None
     what = repr((context.part.value, len(tasks.compute), places, sorted(context.kept), sorted(context.carried)))
     own = [[type(each).__name__, *each] for each in schedule.instructions]
@@ -47,10 +55,11 @@ def _decided(what: str, own: str, context: CompileContext) -> str:
 
 def question(what: str, context: CompileContext) -> str:
     """Names a decision on one program; equal on all ranks, so without the names of groups, which count how many meshes
-    a rank has used, and of packings, which hold them. How much is packed stays."""
+    a rank has used, and of packings, which hold them. How much is packed stays. What one rank has compiled for a layer,
+    another may have for one like it: of those units there are no names."""
     units = [
         (
-            unit.name,
+            "" if context.beside.one_of_many else unit.name,
             tuple(unit.shard.shape),
             unit.views,
             unit.accumulates,

@@ -56,7 +56,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     fullest = max([_taken(gm.graph, context)[1], *(other.peak for other in others)])
     tasks = task_graph(gm.graph, context, collectives, segments, context.standing_bytes + fullest)
     found = _schedule(tasks, gm.graph, context, collectives, segments, others)
-    schedule, timeline = agreed_schedule(found.schedule, tasks, context), found.timeline
+    schedule, timeline = agreed_schedule(found.schedule, tasks, collectives, context), found.timeline
     if schedule != found.schedule:
         _move(gm.graph, schedule, collectives, segments)
         _place_carried(gm.graph)

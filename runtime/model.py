@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-
-from ..torch_internals import in_backward
 
 if TYPE_CHECKING:
     from .dbuffer import DBuffer
@@ -75,6 +72,7 @@ class Beside:
         gradients: reduced ones, of those units that graphs after it read: its backward comes after theirs.
         accumulated: gradients that ``no_sync`` accumulates, unsharded.
         kept: results of the forwards before it, and what these keep for their backwards.
+        one_of_many: whether Dynamo may run it with other units, too, of layers like it.
         last: whether no graph of the step is known to come after it.
     """
 
@@ -82,6 +80,7 @@ class Beside:
     gradients: int = 0
     accumulated: int = 0
     kept: int = 0
+    one_of_many: bool = False
     last: bool = True
 
     @property
@@ -102,10 +101,9 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
     others = set(itertools.chain.from_iterable(model.buffers for model in models)).difference(read)
     forwards = _forwards_of(models)
     unread = others.difference(*(forward.buffers for forward in forwards))
-    layouts = Counter(buffer.layout for buffer in unread)
-    # A graph of one layer will be called with the others too: each of its units has another like it to come. In a
-    # backward, where a checkpointed layer runs again, none has, and what is saved is to be what was saved before.
-    one_of_many = in_backward() or all(buffer.layout in layouts for buffer in read)
+    # Whichever layer it is compiled for, as batches' sizes come on this rank: in later steps with those before it, too.
+    layouts = {buffer.layout for buffer in others}
+    one_of_many = all(buffer.layout in layouts for buffer in read)
     return Beside(
         shards=sum(buffer.shard.nbytes for buffer in others),
         gradients=sum(buffer.shard.nbytes for buffer in unread if buffer.trains) if torch.is_grad_enabled() else 0,
@@ -115,6 +113,7 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
             if buffer.trains and buffer.sync.accumulates
         ),
         kept=max(sum(forward.left for forward in forwards) - given, 0),
+        one_of_many=one_of_many,
         last=not breaks and not one_of_many,
     )
 

@@ -157,8 +157,9 @@ def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any])
     sizes = [tuple(map(size_hint, each.shape)) if isinstance(each, torch.Tensor) else None for each in inputs]
     symbols = [size_hint(each) for each in inputs if isinstance(each, torch.SymInt)]
     room = None if context.memory_budget is None else context.beside
+    names = [unit.name for unit in context.units]
     gm.__dict__["vescale_identity"] = question(
-        repr((sources(), context.cluster, room, sizes, symbols, checked_for_nan())), context
+        repr((sources(), context.cluster, room, names, sizes, symbols, checked_for_nan())), context
     )
 
 

@@ -145,7 +145,7 @@ def lowered(build: models.Model, vocab: int, shape: tuple[int, int], slow_wire: 
         codes = code_written_for(lambda: call(*models.batches(1, vocab, shape=shape)[0]).backward())
     return [
         Lowered(part, context, tasks, schedule, *graph, code)
-        for part, (schedule, tasks, context), graph, code in zip(
+        for part, (schedule, tasks, _, context), graph, code in zip(
             (Part.FORWARD, Part.BACKWARD), (each.args for each in scheduled.call_args_list), final, codes, strict=True
         )
     ]

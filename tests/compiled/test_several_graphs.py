@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 from collections.abc import Sequence
+from unittest import mock
 
 import models
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import vescale_compile as vc
 from vescale_compile import backend
+from vescale_compile.passes import agreed
 from vescale_compile.report import GraphReport
 from vescale_compile.runtime.model import Beside, beside
 from vescale_compile.sharded_module import buffers_in
@@ -145,6 +147,42 @@ def test_a_layer_that_is_compiled_for_all_keeps_nothing_that_it_need_not():
     (layer,) = graphs
     assert not layer.beside.last
     assert {unit.after_forward for unit in layer.units} == {"resharded"}
+
+
+class Growing(models.Uneven):
+    """Layers that make a batch twice as large, each: compiled for the first, and once more for the second."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.cat([x, layer(x)])
+        return nn.functional.cross_entropy(self.head(x[-len(labels) :]).flatten(0, 1), labels.flatten())
+
+
+@on_ranks(2)
+def test_what_one_rank_compiled_for_a_layer_is_what_another_compiled_for_one_like_it():
+    """Dynamo runs for the first layer what it compiled for the second, but on the rank with a batch of one."""
+    sizes = [(2, 2), (3, 1)]
+    data = [models.batches(1, 11, shape=(size[torch.distributed.get_rank()], 12))[0] for size in sizes]
+    model = sharded(Growing)
+    call, graphs = compiled(model, layers=True)
+    losses = models.train(call, model.parameters(), data)
+    assert len(graphs) == 2 + torch.distributed.get_rank()
+    unsharded, reference = models.train_unsharded(Growing, data)
+    assert losses == pytest.approx(reference)
+    assert models.largest_difference(model, unsharded) < 1e-6
+
+
+def test_what_is_decided_for_a_layer_holds_for_those_like_it():
+    with fake_world(2):
+        call, graphs = compiled(sharded(Growing), layers=True)
+        with mock.patch.object(agreed, "question", wraps=agreed.question) as asked:
+            call(*models.batches(1, 11)[0]).backward()
+    assert len(graphs) == 2
+    assert len({agreed.question(*each.args) for each in asked.call_args_list if "units" in each.args[0]}) == 1
 
 
 class OneOfTwoHeads(models.Uneven):
