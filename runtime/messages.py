@@ -17,6 +17,10 @@ from ..torch_internals import group_beside
 # others of the same process group, nor each other: ranks that came to different collectives wait until the process
 # group's timeout, and don't take gradients for parameters, or one layer's for another's.
 GATHER, REDUCTION, EXCHANGE = 0x63, 0x64, 0x65
+CAME_TO_SOMETHING_ELSE = (
+    "failed or left, took another number of steps, or came to something else (it left out a layer or an expert, or took "
+    "another branch)"
+)
 _NUMBERS = 1 << 24  # gloo's tags have 32 bits
 _FACTOR = 1_000_003
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
@@ -49,8 +53,7 @@ class Exchange:
             except RuntimeError as error:
                 peer = dist.get_global_rank(self.group, rank)
                 raise RuntimeError(
-                    f"[rank {dist.get_rank()}] waited in vain for rank {peer}, which failed or left, took another "
-                    f"number of steps, or came to something else: {error}"
+                    f"[rank {dist.get_rank()}] waited in vain for rank {peer}, which {CAME_TO_SOMETHING_ELSE}: {error}"
                 ) from error
 
 

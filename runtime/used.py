@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .agreement import life
 from .dbuffer import DBuffer
+from .messages import CAME_TO_SOMETHING_ELSE
 
 
 def add_graph(layout: str, used: set[int]) -> None:
@@ -37,7 +38,13 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[
     mask = torch.tensor(own, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     mask = mask.to(device, non_blocking=True)  # from pageable memory the host would wait for all that the GPU has to do
     for group in filter(None, (buffer.group, buffer.replicas)):
-        dist.all_reduce(mask, dist.ReduceOp.MAX, group)
+        try:
+            dist.all_reduce(mask, dist.ReduceOp.MAX, group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"[rank {buffer.rank}] unit {buffer.name}: waited in vain for the other ranks to say which of its "
+                f"parameters they used; one of them {CAME_TO_SOMETHING_ELSE}: {error}"
+            ) from error
     if all(own):  # who needs no answer does not wait for it
         return used
     return {index for index, anywhere in enumerate(mask.tolist()) if anywhere}

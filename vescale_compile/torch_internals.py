@@ -417,7 +417,8 @@ def store_as_computed(graph: fx.Graph, bases: Mapping[fx.Node, fx.Node]) -> None
     """
     for product in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
         for base in {bases[operand] for operand in product.all_input_nodes}:
-            if generates_code_for(base.target) and base.meta["val"].is_contiguous():
+            value = base.meta["val"]  # several, of an operator such as max or topk
+            if generates_code_for(base.target) and isinstance(value, torch.Tensor) and value.is_contiguous():
                 base.meta["inductor_realize_to_strides"] = True
 
 

@@ -30,3 +30,22 @@ def test_a_gradient_that_two_products_read_is_stored_in_the_shape_in_which_it_is
         call = torch.compile(vc.fully_shard(Heads()), backend="vescale")
         _, backward = code_written_for(lambda: call(torch.ones(BATCH, LENGTH, HEADS * SIZE)).backward())
     assert f"empty_strided_cpu({(BATCH, LENGTH, HEADS, SIZE)}," in backward
+
+
+class Largest(nn.Module):
+    """A product reads one of the two results of an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).topk(SIZE).values).sum()
+
+
+def test_what_is_one_of_several_results_is_read_as_it_is():
+    torch._dynamo.reset()
+    with fake_world(2):
+        call = torch.compile(vc.fully_shard(Largest()), backend="vescale")
+        forward, _ = code_written_for(lambda: call(torch.ones(BATCH, SIZE)).backward())
+    assert "torch.ops.aten.topk.default(" in forward
