@@ -18,7 +18,7 @@ from ..torch_internals import group_beside
 # group's timeout, and don't take gradients for parameters, or one layer's for another's.
 GATHER, REDUCTION, EXCHANGE = 0x63, 0x64, 0x65
 CAME_TO_SOMETHING_ELSE = (
-    "failed or left, took another number of steps, or came to something else (it left out a layer or an expert, or took "
+    "failed or left, took another number of steps, or came to something else (left out a layer or an expert, or took "
     "another branch)"
 )
 _NUMBERS = 1 << 24  # gloo's tags have 32 bits
