@@ -264,6 +264,6 @@ def _warn_of_cudagraphs() -> None:
 @functools.cache
 def _warn_unsharded() -> None:
     _log.warning(
-        "backend='vescale': nothing is sharded, so the model is compiled as it is, and gradients are not averaged over "
-        "ranks. Call vescale_compile.fully_shard(model) before torch.compile to shard it."
+        "backend='vescale': nothing is sharded by vescale_compile, so the model is compiled as it is, and this backend "
+        "averages no gradients over ranks. Call vescale_compile.fully_shard(model) before torch.compile to shard it."
     )

@@ -25,6 +25,11 @@ def check_arguments(module: object, reshard_after_forward: object, mp_policy: ob
             raise RuntimeError(
                 f"fully_shard: {name or 'the module'} was compiled already. Call fully_shard first, then torch.compile."
             )
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"fully_shard: {name or 'the module'} is a DistributedDataParallel, which keeps all parameters whole. "
+                "Leave it out, and give the module that it wraps: gradients are averaged without it."
+            )
         if "forward" in vars(part):
             raise ValueError(
                 f"fully_shard: {name or 'the module'} has a forward of its own, set on the instance, which would "

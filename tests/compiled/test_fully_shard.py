@@ -13,6 +13,7 @@ from ranks import fake_world, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import vescale_compile as vc
 from vescale_compile.sharded_module import buffers_in
@@ -405,6 +406,11 @@ def test_without_a_process_group():
         ),
         (lambda: vc.fully_shard(compiled_in_place()), RuntimeError, "0 was compiled already"),
         (lambda: vc.fully_shard(patched()), ValueError, "0 has a forward of its own, set on the instance"),
+        (
+            lambda: vc.fully_shard(nn.Sequential(DistributedDataParallel(small()))),
+            ValueError,
+            "0 is a DistributedDataParallel",
+        ),
         (lambda: vc.fully_shard(nn.ReLU()), ValueError, r"fully_shard\(ReLU\): no parameters left to shard"),
         (
             lambda: vc.fully_shard(vc.fully_shard(small())[0]),

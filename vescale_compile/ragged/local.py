@@ -42,7 +42,8 @@ def _way_out(frame: FrameType | None) -> str:
         "Call .full_tensor() for the whole tensor (on every rank), or .to_local() for this rank's flat shard. In the "
         "forward of a module given to fully_shard, and in a method given to register_forward_method, a parameter is "
         "whole where it is read as an attribute of its module (self.linear.weight), and a shard where parameters(), "
-        "named_parameters() or _parameters give it."
+        "named_parameters() or _parameters give it. To save a model: torch.distributed.checkpoint, or, on every rank, "
+        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))."
     )
 
 
