@@ -151,8 +151,8 @@ class KeptGraph(OutputCode):
 def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any]) -> None:
     """Adds to a captured graph what its compilation rests on besides: the cache's key holds a graph's attributes.
 
-    Sizes of this batch are part of it, also where the graph is dynamic in them: schedules rest on them. Where
-    NCCL looks for NaN, slots lie elsewhere.
+    Sizes of this batch are part of it, also where the graph is dynamic in them: schedules rest on them. So are the
+    names of units, which the report says. Where NCCL looks for NaN, slots lie elsewhere.
     """
     sizes = [tuple(map(size_hint, each.shape)) if isinstance(each, torch.Tensor) else None for each in inputs]
     symbols = [size_hint(each) for each in inputs if isinstance(each, torch.SymInt)]
