@@ -101,7 +101,8 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
     others = set(itertools.chain.from_iterable(model.buffers for model in models)).difference(read)
     forwards = _forwards_of(models)
     unread = others.difference(*(forward.buffers for forward in forwards))
-    # Whichever layer it is compiled for, as batches' sizes come on this rank: in later steps with those before it, too.
+    # A graph of one layer is called with all that are like it, whichever it was compiled for: in later steps with those
+    # before it, too. Which one that is depends on the sizes of this rank's batches.
     layouts = {buffer.layout for buffer in others}
     one_of_many = all(buffer.layout in layouts for buffer in read)
     return Beside(
