@@ -26,8 +26,7 @@ import vescale_compile as vc
 from vescale_compile.cost import PRESETS
 from vescale_compile.simulate_command import Row
 
-# As Hugging Face's config.json has them; what is left out is transformers' default.
-_CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-70b": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -41,6 +40,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 128},
     "deepseek-v3": {"model_type": "deepseek_v3"},
 }
+"""As Hugging Face's config.json has them; what is left out is transformers' default"""
 _POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _HEADINGS = ("model", "GPUs", "step ms", "lower bound ms", "÷", "computation", "communication", "exposed", "memory GB")
 
@@ -84,11 +84,11 @@ def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | 
     return Cell(name, world_size, Row.of(found, None), time.perf_counter() - start)
 
 
-def build(name: str, layers: int | None) -> nn.Module:
-    """A model's shapes, of all its layers or of the first ``layers``."""
+def build(name: str, layers: int | None, device: str = "meta") -> nn.Module:
+    """A model, of all its layers or of the first ``layers``; on the meta device its shapes."""
     depth = {} if layers is None else {"num_hidden_layers": layers}
-    config = AutoConfig.for_model(**_CONFIGS[name] | depth, use_cache=False)
-    with torch.device("meta"):
+    config = AutoConfig.for_model(**CONFIGS[name] | depth, use_cache=False)
+    with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -111,10 +111,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models",
-        type=some_of("model", _CONFIGS),
-        default=list(_CONFIGS),
+        type=some_of("model", CONFIGS),
+        default=list(CONFIGS),
         metavar="NAME,...",
-        help=f"of {', '.join(_CONFIGS)} (all)",
+        help=f"of {', '.join(CONFIGS)} (all)",
     )
     parser.add_argument("--worlds", type=_counts, default=[1024], metavar="N,...", help="GPUs (1024)")
     parser.add_argument("--cluster", choices=list(PRESETS), default="h100", help="(%(default)s)")

@@ -9,6 +9,7 @@ these can't run, those that launch as early and wait as late as dependencies all
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
+from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 from workload import Forward, Policy, Workload
 
@@ -46,6 +48,7 @@ def simple_fsdp(model: nn.Module, workload: Workload, policy: Policy, *, buckete
         options["joint_custom_post_pass"] = _GatherAgain()
     if workload.device == "cuda":  # the scheduler asks the driver for the GPU's speed
         options |= _overlap(bucketed)
+        _count_grouped_attention()
     else:
         options |= _early_and_late()
         if bucketed:
@@ -109,6 +112,22 @@ def _overlap(bucketed: bool) -> dict[str, Any]:
     if hasattr(config.aten_distributed_optimizations, "pre_bucketing_fsdp_collectives"):  # not in older releases
         options["pre_bucketing_fsdp_collectives"] = bucketed
     return {f"aten_distributed_optimizations.{name}": value for name, value in options.items()}
+
+
+def _count_grouped_attention() -> None:
+    """From now on PyTorch's counter of operations, which the scheduler asks, takes attention with fewer heads of keys
+    and values than of queries, which it refuses in PyTorch 2.11: they are read as if repeated."""
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        setattr(flop_counter, name, _with_heads_repeated(getattr(flop_counter, name)))
+
+
+def _with_heads_repeated(count: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(count)
+    def repeated(*shapes: Sequence[int]) -> int:
+        heads = max(shape[1] for shape in shapes)
+        return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
+
+    return repeated
 
 
 def _early_and_late() -> dict[str, Any]:

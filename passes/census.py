@@ -15,6 +15,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..cost.collectives import ALL_GATHER
+from ..cost.compute import stays_in_registers
 from ..runtime import crossing, leaving, quantized_ops
 from ..schemas import is_pointwise
 from .aliases import bases_of
@@ -116,6 +117,8 @@ def _quantized(node: fx.Node, context: CompileContext) -> Iterator[Entry]:
 def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> Iterator[Entry]:
     """Values of communication buffers that are written elsewhere as they are."""
     kind = MOVES.get(cast(OpOverload, node.target))
+    if kind is Kind.CAST and context.lowering is Lowering.INDUCTOR and stays_in_registers(node):
+        return
     for source in node.all_input_nodes:
         buffer = buffer_behind(bases[source], context)
         promoted = kind is None and context.lowering is Lowering.EAGER and _promotes(node, source)

@@ -360,6 +360,15 @@ def test_a_second_start_finds_the_graphs_of_the_first_and_launches_the_same(
     assert [line[0] for line in warm.step] == [line[0] for line in cold.step]
 
 
+def test_graphs_whose_kernels_come_out_of_inductors_cache_are_kept_too(
+    null_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    """With PyTorch's launcher of kernels, which is what a GPU has."""
+    launcher = null_gpu | {"TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "1"}
+    trained(launcher | {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}, tmp_path)
+    assert [trained(launcher, tmp_path).found for _ in range(2)] == [0, 1]
+
+
 @pytest.fixture(scope="module")
 def compared(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What a profiled step of each of the benchmark's systems does, as one rank of eight: by system."""

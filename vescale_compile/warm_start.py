@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,11 @@ class KeptGraph(OutputCode):
         kept = BundledOutputCodeLoadable(self.code)
         kept.pre_save()
         self.code, self.found = kept.result, self.compilation.context.found()
+        if (bundle := self.code._triton_bundle) is not None:
+            # Kernels that came out of Inductor's cache are the bundle's own, and can't be kept once they are loaded;
+            # their machine code lies in the bundle too.
+            unloaded = [each for each in bundle.static_autotuners if not each.kernel.launchers]
+            self.code.set_triton_bundle(replace(bundle, static_autotuners=unloaded))
         self.compilation = self.run = None
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:

@@ -1,7 +1,8 @@
-"""Ranks that learn on null GPUs that compute, and say how far they are from what the unsharded model learns."""
+"""Ranks that learn on GPUs, or on null GPUs that compute, and how far they are from what the unsharded model learns."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from computing import compute
+from gpus import take_gpu
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,6 +26,7 @@ from vescale_compile.local_ranks import start_local_ranks
 
 STEPS = 2
 VOCABULARY = 64
+NULL_GPUS = "NULL_GPU_COUNT" in os.environ
 
 
 class Biased(nn.Module):
@@ -57,9 +60,9 @@ MODELS = {"llama": models.llama, "biased": Biased, "mixture": mixture}
 
 
 def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvous: str) -> None:
-    compute()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    if NULL_GPUS:
+        compute()
+    device = take_gpu(rank, world_size)
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world_size)
     ours, theirs = (models.build(MODELS[how["model"]]) for _ in range(2))
     ours.to(device)
@@ -72,7 +75,8 @@ def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     for batches in zip(*(models.batches(STEPS, VOCABULARY, each) for each in range(world_size)), strict=True):
         mine.zero_grad()
         whole.zero_grad()
-        with sdpa_kernel(SDPBackend.MATH):  # of matrix products and kernels of Inductor's
+        # On null GPUs of matrix products and kernels of Inductor's.
+        with sdpa_kernel(SDPBackend.MATH) if NULL_GPUS else contextlib.nullcontext():
             compiled(*(each.to(device) for each in batches[rank])).backward(torch.ones(()).to(device))
         torch.stack([theirs(*batch) for batch in batches]).mean().backward()
         mine.step()

@@ -71,6 +71,11 @@ def operator_key(node: fx.Node) -> str:
     return f"{node.target}({', '.join(described)})"
 
 
+def stays_in_registers(node: fx.Node) -> bool:
+    """Whether a result is computed and read by generated kernels alone: fused, they don't write it to memory."""
+    return _fusible(node) and bool(node.users) and all(map(_fusible, _readers(node)))
+
+
 def _seconds(node: fx.Node, device: Device, formulas: Mapping[Any, Callable[..., int]], fused: bool) -> float:
     if isinstance(node.target, HigherOrderOperator):
         return _whole_seconds(node, device, flops(node, formulas))
@@ -154,7 +159,7 @@ def _bytes_read(node: fx.Node, inside: bool) -> int:
 
 
 def _bytes_written(node: fx.Node, inside: bool) -> int:
-    if inside and node.users and all(map(_fusible, _readers(node))):
+    if inside and stays_in_registers(node):
         return 0
     return _size(_written(node))
 

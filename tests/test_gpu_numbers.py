@@ -1,7 +1,8 @@
-"""What a step on GPUs computes, on a machine without one: gradients and parameters beside the unsharded model's.
+"""What a step on GPUs computes: gradients and parameters beside the unsharded model's.
 
-Null GPUs compute what they are asked for: matrix products, collectives, Triton's kernels by its interpreter. Where
-PyTorch is built with CUDA: ``make test TORCH=torch==2.11.0 VENV=.venv-cuda ARGS=tests/test_null_gpu_numbers.py``.
+On this machine's GPUs, or GPU, which ranks then share. Where there is none, on null GPUs, which compute what they are
+asked for: matrix products, collectives, Triton's kernels by its interpreter. Where PyTorch is built with CUDA:
+``make test TORCH=torch==2.11.0 VENV=.venv-cuda ARGS=tests/test_gpu_numbers.py``.
 """
 
 import json
@@ -27,8 +28,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def computing_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process with GPUs that compute."""
+    if torch.cuda.is_available():
+        return dict(os.environ)
     interpreted = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "NULL_GPU_COUNT": "4"}
     return {**os.environ, **build(tmp_path_factory.mktemp("null_gpu")), **interpreted}
 
@@ -50,27 +53,32 @@ def errors(environment: dict[str, str], folder: Path, **how: Any) -> dict[str, f
 @pytest.mark.parametrize("model", ["llama", "biased"])
 @pytest.mark.parametrize("policy", [{}, HALF, HALF | {"reduce_dtype": "float32"}], ids=["fp32", "bf16", "mixed"])
 def test_gradients_and_parameters_are_those_of_the_unsharded_model(
-    model: str, policy: dict[str, str], reshard: bool, computing_gpus: dict[str, str], tmp_path: Path
+    model: str, policy: dict[str, str], reshard: bool, gpus: dict[str, str], tmp_path: Path
 ) -> None:
-    found = errors(computing_gpus, tmp_path, model=model, policy=policy, reshard=reshard)
+    found = errors(gpus, tmp_path, model=model, policy=policy, reshard=reshard)
     assert max(found.values()) < ROUNDING[policy.get("param_dtype", "float32")]
 
 
-def test_so_they_are_of_a_mixture_of_experts(computing_gpus: dict[str, str], tmp_path: Path) -> None:
-    assert max(errors(computing_gpus, tmp_path, model="mixture").values()) < ROUNDING["float32"]
+def test_so_they_are_of_a_mixture_of_experts(gpus: dict[str, str], tmp_path: Path) -> None:
+    assert max(errors(gpus, tmp_path, model="mixture").values()) < ROUNDING["float32"]
 
 
-def test_so_they_are_over_replicas(computing_gpus: dict[str, str], tmp_path: Path) -> None:
-    assert max(errors(computing_gpus, tmp_path, mesh=[2, 2]).values()) < ROUNDING["float32"]
+def test_so_they_are_over_replicas(gpus: dict[str, str], tmp_path: Path) -> None:
+    assert max(errors(gpus, tmp_path, mesh=[2, 2]).values()) < ROUNDING["float32"]
 
 
-def test_so_they_are_in_registered_memory(computing_gpus: dict[str, str], tmp_path: Path) -> None:
-    found = errors(computing_gpus, tmp_path, options={"registered_memory": True})
+def test_so_they_are_in_registered_memory(gpus: dict[str, str], tmp_path: Path) -> None:
+    try:
+        found = errors(gpus, tmp_path, options={"registered_memory": True})
+    except AssertionError as failure:
+        if torch.cuda.is_available() and "has no registered memory" in str(failure):
+            pytest.skip("NCCL registers no memory with this machine's GPUs")
+        raise
     assert max(found.values()) < ROUNDING["float32"]
 
 
 def test_gradients_that_are_sent_in_8_bits_are_off_by_no_more_than_their_rounding(
-    computing_gpus: dict[str, str], tmp_path: Path
+    gpus: dict[str, str], tmp_path: Path
 ) -> None:
-    found = errors(computing_gpus, tmp_path, model="biased", quantized=True)
+    found = errors(gpus, tmp_path, model="biased", quantized=True)
     assert ROUNDING["float32"] < max(found.values()) < 0.03
