@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import nothing
 import torch
 import torch.distributed as dist
 from options import check_folder, count, some_of, write_record
@@ -30,7 +31,6 @@ from report import row
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from workload import LEARNING_RATE, MODELS, Workload
 
 import vescale_compile as vc
@@ -114,7 +114,7 @@ def _cell(name: str, args: argparse.Namespace, table: Cluster, calibrated: Clust
         return found.compute_seconds + found.optimizer_seconds
 
     by_table, by_calibration = predicted(table), predicted(calibrated)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world)
+    nothing.join(args.world)
     try:
         return _measured(name, make, batch, table, args.steps, by_table, by_calibration)
     finally:

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nothing
 import torch
 import torch.distributed as dist
 import wire
@@ -23,7 +24,6 @@ from profiling import StepProfile, profiled
 from systems import SYSTEMS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from workload import Policy, Workload
 
 
@@ -113,7 +113,7 @@ class Trainer:
                 device_id=self.device if self.device.type == "cuda" else None,
             )
         else:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.fake_world)
+            nothing.join(job.fake_world)
         dist.barrier()
 
     def build(self) -> None:

@@ -43,7 +43,7 @@ class Arrival:
     def may_be_freed(self) -> bool:
         """Whether what a GPU still writes comes before all that memory freed now may be used for. The current stream
         has waited for it."""
-        if self._done is None or torch.cuda.current_stream(self.result.device) == self._left_on:
+        if self._done is None or torch.accelerator.current_stream(self.result.device) == self._left_on:
             return True
         return self._done.query()
 
@@ -54,7 +54,10 @@ class Arrival:
             RuntimeError: of the process group, if the reduction failed or took longer than its timeout.
         """
         if self._finish is None:
-            if self._done is not None and (stream := torch.cuda.current_stream(self.result.device)) != self._waited:
+            if (
+                self._done is not None
+                and (stream := torch.accelerator.current_stream(self.result.device)) != self._waited
+            ):
                 stream.wait_event(self._done)
                 self._waited = stream
             return
@@ -62,7 +65,7 @@ class Arrival:
             self._finish()
         self._finish = None
         if self.result.device.type == "cuda":
-            self._waited = torch.cuda.current_stream(self.result.device)
+            self._waited = torch.accelerator.current_stream(self.result.device)
             self._done = self._waited.record_event()
         else:
             self.uses = ()
@@ -87,7 +90,7 @@ def leave(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]
     if torch.is_anomaly_enabled() or profiled_to_the_end(result.device):
         finish()  # autograd itself reads all gradients in anomaly mode
     else:
-        stream = torch.cuda.current_stream(result.device) if result.device.type == "cuda" else None
+        stream = torch.accelerator.current_stream(result.device) if result.device.type == "cuda" else None
         _arrivals[result.data_ptr()] = Arrival(next(_numbers), result, uses, finish, stream)
 
 

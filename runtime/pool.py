@@ -76,14 +76,14 @@ class _Memory:
         self.device = device
         self.group = group  # whose registered memory it is
         self.tensor: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None  # the one that a GPU's allocator gives it to again
+        self._stream: torch.Stream | None = None  # the one that a GPU's allocator gives it to again
         self._slots: dict[SlotSpec, Tensor] = {}
 
     def grow(self, nbytes: int) -> None:
         """Has it hold that many bytes at least. What it held is lost if it holds fewer."""
         if self.tensor is not None and self.tensor.numel() >= nbytes:
             return
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        stream = torch.accelerator.current_stream(self.device) if self.device.type == "cuda" else None
         if stream is not None and self._stream not in (None, stream):
             self._stream.wait_stream(stream)  # by now it comes after all that used this memory
         self._stream = stream
@@ -108,13 +108,13 @@ class _Memory:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
 
-_last_use: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+_last_use: dict[torch.device, tuple[torch.Stream, torch.Event]] = {}
 """Of slots on each GPU: the stream that a graph ran on, and when it was done there."""
 
 
 def _follow_last_use(device: torch.device) -> None:
     """Slots are every graph's, so a graph on one stream comes after one on another."""
-    stream = torch.cuda.current_stream(device)
+    stream = torch.accelerator.current_stream(device)
     last, done = _last_use.get(device, (stream, None))
     if done is not None and last != stream:
         stream.wait_event(done)
@@ -180,7 +180,7 @@ class StepSlots:
                     return run(args)
                 finally:
                     for device in gpus:
-                        stream = torch.cuda.current_stream(device)
+                        stream = torch.accelerator.current_stream(device)
                         _last_use[device] = stream, stream.record_event()
 
         call._boxed_call = True  # type: ignore[attr-defined]

@@ -1,6 +1,5 @@
 """Collectives on a GPU: which stream runs what, and which waits for which. A GPU's streams are played by a record."""
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from vescale_compile.runtime import arrivals, collectives, pool
 
 
 class Streams:
-    """In place of ``torch.cuda``'s: takes down what happens, in the order in which a process asks for it."""
+    """In place of PyTorch's: takes down what happens, in the order in which a process asks for it."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -24,21 +23,21 @@ class Streams:
     def create(self, name: str = "communication") -> "Stream":
         number = sum(line.startswith(f"new {name}") for line in self.log)
         self.log.append(f"new {name}{number}")
-        return Stream(f"{name}{number}", self.log)
-
-    @contextlib.contextmanager
-    def use(self, stream: "Stream") -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+        return Stream(f"{name}{number}", self)
 
     def run(self, what: str) -> None:
         self.log.append(f"{self.current.name}: {what}")
 
 
 class Stream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+    def __init__(self, name: str, streams: Streams) -> None:
+        self.name, self.log, self._streams = name, streams.log, streams
+
+    def __enter__(self) -> None:
+        self._before, self._streams.current = self._streams.current, self
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.current = self._before
 
     def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -63,18 +62,15 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     """Of two ranks in a process group that averages, as NCCL's do."""
     streams = Streams()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: streams.create())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
-    monkeypatch.setattr(torch.cuda, "stream", streams.use)
+    monkeypatch.setattr(collectives, "_stream", functools.cache(lambda name, device: streams.create()))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams.current)
     for name in ("all_gather_single", "reduce_scatter_single"):
         monkeypatch.setattr(collectives, name, lambda *_, name=name, **__: streams.run(name))
     for name in ("all_reduce", "all_to_all_single"):
         monkeypatch.setattr(dist, name, lambda *_, name=name, **__: streams.run(name))
     monkeypatch.setattr(torch.Tensor, "record_stream", _refused)
-    collectives._stream.cache_clear()
     with fake_world(2), FakeTensorMode():
         yield streams
-    collectives._stream.cache_clear()
 
 
 def _refused(*_: object) -> None:
@@ -107,7 +103,7 @@ def test_a_graph_follows_the_one_before_it_that_ran_on_another_stream(
     spec = pool.SlotSpec(8, torch.float32, torch.device("cuda"))
     first, second = (pool.StepSlots().add(lambda args, name=name: gpu.run(name), [spec]) for name in ("one", "two"))
     side = gpu.create("side")
-    with gpu.use(side):
+    with side:
         first([])
         first([])
     second([])
@@ -131,7 +127,7 @@ def test_memory_that_grows_is_given_back_to_a_stream_that_comes_after_all_who_us
         for name, numel in (("small", 8), ("large", 16))
     )
     side = gpu.create("side")
-    with gpu.use(side):
+    with side:
         small([])
     small([])
     large([])
@@ -201,11 +197,11 @@ def test_where_another_stream_has_waited_it_is_freed_when_that_is_through_or_the
     """PyTorch's allocator would give its memory to the first stream at once."""
     arrival = left(gpu)
     another = gpu.create("another")
-    with gpu.use(another):
+    with another:
         arrivals.settle()
         assert arrivals._kept == [arrival] and arrival.uses
         arrival._done.over = through
-    with gpu.use(another if through else gpu.current):
+    with another if through else gpu.current:
         arrivals.settle()
     assert not arrivals._kept and not arrival.uses
     assert gpu.log[-1].startswith("compute0 waits for all of another0") != through
