@@ -1,7 +1,8 @@
-"""A process group whose collectives do nothing: for what one rank of many allocates, launches and takes.
+"""A process group that sends nothing: for what one rank of many allocates, launches and takes.
 
-PyTorch's fake one nearly is: its gathers alone copy a rank's own part to every other's place, in as many launches as
-there are ranks, which on a GPU take longer than the launch of a gather does.
+As in PyTorch's fake one, a gather brings this rank's part to the place of every other's, so that what is computed has
+values like a model's; there it does so in as many launches as there are ranks, which on a GPU take longer than the
+launch of a gather does, and here in one, on the stream that it was called on. A reduction gives this rank its own part.
 """
 
 from __future__ import annotations
@@ -18,24 +19,40 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 def join(world_size: int) -> None:
     """Makes this process rank 0 of that many."""
-    _have_gathers_do_nothing()
+    _replace_collectives()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 @functools.cache
-def _have_gathers_do_nothing() -> Library:
+def _replace_collectives() -> Library:
     """Of this process, whatever the process group; profiles see their operators as before."""
     library = Library("c10d", "IMPL")
     work = FakeWork()
 
-    def gather(output: Tensor, *_: object) -> tuple[Tensor, object]:
+    def gather(output: Tensor, part: Tensor, *_: object) -> tuple[Tensor, object]:
+        in_place = part.data_ptr() == output.data_ptr()
+        output.view(-1, part.numel())[in_place:].copy_(part.view(-1))
         return output, work.boxed()
 
-    def gather_several(*_: object) -> object:
+    def gather_several(outputs: list[Tensor], parts: list[Tensor], *_: object) -> object:
+        for output, part in zip(outputs, parts, strict=True):
+            gather(output, part)
+        return work.boxed()
+
+    def reduce_scatter(output: Tensor, whole: Tensor, *_: object) -> tuple[Tensor, object]:
+        if output.data_ptr() != whole.data_ptr():
+            output.view(-1).copy_(whole.view(-1)[: output.numel()])
+        return output, work.boxed()
+
+    def reduce_scatter_several(outputs: list[Tensor], wholes: list[Tensor], *_: object) -> object:
+        for output, whole in zip(outputs, wholes, strict=True):
+            reduce_scatter(output, whole)
         return work.boxed()
 
     with warnings.catch_warnings(action="ignore"):  # that they had kernels
         for device in ("CPU", "CUDA"):
             library.impl("_allgather_base_", gather, device)
             library.impl("allgather_into_tensor_coalesced_", gather_several, device)
+            library.impl("_reduce_scatter_base_", reduce_scatter, device)
+            library.impl("reduce_scatter_tensor_coalesced_", reduce_scatter_several, device)
     return library
