@@ -397,3 +397,14 @@ def test_the_benchmark_has_inductor_bucket_simple_fsdp_on_a_gpu(compared: dict[s
     apart, bucketed = (compared[system] for system in ("simplefsdp", "simplefsdp-bucketed"))
     assert total(bucketed, "payload_bytes") == total(apart, "payload_bytes")
     assert total(bucketed, "calls") < total(apart, "calls")
+
+
+def test_the_benchmark_measures_a_predicted_step_on_a_gpu(null_gpu: dict[str, str], tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    options = "--models tiny --world 8 --cluster h100 --seq 32 --steps 2"
+    python(null_gpu, BENCH / "predict_gpu.py", *options.split(), "--json", str(found))
+    (cell,) = json.loads(found.read_text())["cells"]
+    assert len(cell["steps"]) == 2 and min(cell["steps"]) > cell["optimizer"] / 2 > 0
+    assert min(cell["by_table"], cell["by_calibration"]) > 0
+    # The forward's workspace is there since the calibration; a tiny step takes half a megabyte, in pieces of 512 bytes.
+    assert cell["peak"] - WORKSPACES // 2 == pytest.approx(cell["planned"], rel=0.1)
