@@ -36,17 +36,17 @@ HEADINGS = (
 )
 LEGEND = """\
 Step: median over the timed steps, each from the first rank's start to the last one's end, and each after one that is
-not timed, which finds the processor's caches full of what the other systems have computed; ÷: that, over ours;
-CPU: median CPU time of a rank. Peak: memory of the fullest rank above its baseline before the model was built,
-compilation included; steps: that of the timed steps alone. Of one profiled step of rank 0: tensors at its fullest
-moment, parameters and optimizer states among them (planned: what the system promised before the first step, and the
-states); bytes that copies write from or to memory that collectives use, and apart from them copy-ins and casts. A
-copy-in is of a rank's own shard, to its place in the buffer that the other ranks' are gathered into: every all-gather
-has to bring it there, and where the library's does, none is seen. Sent: what a rank must send at least; collectives: AG
-all-gathers, RS reduce-scatters, AR all-reduces, or the sends of one made of messages; kernels launched on a GPU.
-Compile: what the warm-up took longer than as many steps, the median of all starts with empty caches; warm: the same of
-starts with the caches filled. Final loss: after the same number of steps on the same data. Gradient norm: of
-the first step. * marks the fastest configuration of one system."""
+not timed, which finds the processor's caches full of what the other systems have computed; ÷: that, over ours; CPU:
+median CPU time of a rank. Peak: memory of the fullest rank above its baseline before the model was built, compilation
+included, on a GPU what PyTorch's allocator has reserved; steps: that of the timed steps alone. Of one profiled step of
+rank 0: tensors at its fullest moment, parameters and optimizer states among them (planned: what the system promised
+before the first step, and the states); bytes that copies write from or to memory that collectives use, and apart from
+them copy-ins and casts. A copy-in is of a rank's own shard, to its place in the buffer that the other ranks' are
+gathered into: every all-gather has to bring it there, and where the library's does, none is seen. Sent: what a rank
+must send at least; collectives: AG all-gathers, RS reduce-scatters, AR all-reduces, or the sends of one made of
+messages; kernels launched on a GPU. Compile: what the warm-up took longer than as many steps, the median of all starts
+with empty caches; warm: the same of starts with the caches filled. Final loss: after the same number of steps on the
+same data. Gradient norm: of the first step. * marks the fastest configuration of one system."""
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "send": "sends"}
 SECTIONS = {
     Policy.REPLICATED: ("Unsharded (every rank holds all parameters)", Policy.KEEP),

@@ -80,7 +80,7 @@ class FirstStep(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes: resident set of the process on a CPU, tensors of the allocator on a GPU."""
+    """Bytes: resident set of the process on a CPU, what PyTorch's allocator has reserved on a GPU."""
 
     baseline: int
     """before the model was built: the interpreter, PyTorch with its compiler, the process group"""
@@ -164,6 +164,7 @@ class Trainer:
         """Forgets the peak so far, for ``memory`` to tell that of the steps to come."""
         self._peak = self._memory_peak()
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what was free when the model had been built
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             # proc(5): 5 resets the peak resident set size, which getrusage reports too.
@@ -218,13 +219,13 @@ class Trainer:
 
     def _memory_now(self) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+            return torch.cuda.memory_reserved(self.device)
         resident_pages = Path("/proc/self/statm").read_text().split()[1]
         return int(resident_pages) * resource.getpagesize()
 
     def _memory_peak(self) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.max_memory_reserved(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
