@@ -48,7 +48,7 @@ def simple_fsdp(model: nn.Module, workload: Workload, policy: Policy, *, buckete
         options["joint_custom_post_pass"] = _GatherAgain()
     if workload.device == "cuda":  # the scheduler asks the driver for the GPU's speed
         options |= _overlap(bucketed)
-        _count_grouped_attention()
+        count_grouped_attention()
     else:
         options |= _early_and_late()
         if bucketed:
@@ -114,7 +114,8 @@ def _overlap(bucketed: bool) -> dict[str, Any]:
     return {f"aten_distributed_optimizations.{name}": value for name, value in options.items()}
 
 
-def _count_grouped_attention() -> None:
+@functools.cache
+def count_grouped_attention() -> None:
     """From now on PyTorch's counter of operations, which the scheduler asks, takes attention with fewer heads of keys
     and values than of queries, which it refuses in PyTorch 2.11: they are read as if repeated."""
     for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.utils import flop_counter
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 from over_messages import simple_fsdp_over_messages
 from profiling import StepProfile, profiled
-from simple_fsdp import simple_fsdp
+from simple_fsdp import count_grouped_attention, simple_fsdp
 from workload import Forward, Policy, Workload
 
 WIDTH = 8
@@ -97,3 +98,16 @@ def test_over_our_messages_each_rank_sends_half_of_what_is_gathered_and_reduced(
     assert collectives.keys() == {"send", "receive"}, collectives
     assert collectives["send"].calls == 8, collectives
     assert collectives["send"].payload_bytes == 8 * MATRIX / 2, collectives
+
+
+def test_grouped_attention_counts_as_many_operations_as_with_its_heads_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queries, grouped = (1, 4, 16, 8), (1, 2, 16, 8)
+    counts = {name: getattr(flop_counter, name) for name in ("sdpa_flop_count", "sdpa_backward_flop_count")}
+    for name, count in counts.items():
+        monkeypatch.setattr(flop_counter, name, count)  # as it is again after the test
+    count_grouped_attention.__wrapped__()
+    forward, backward = counts.values()
+    assert flop_counter.sdpa_flop_count(queries, grouped, grouped) == forward(queries, queries, queries)
+    assert flop_counter.sdpa_backward_flop_count(queries, queries, grouped, grouped) == backward(*[queries] * 4)
