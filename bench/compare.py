@@ -8,7 +8,7 @@ All systems at the default size take about 20 GB of memory, since they are alive
 ``--systems`` choose fewer.
 
 Settings: ranks on this machine, over its loopback; on two hosts joined by a slow wire (``--wire``, see wire.py);
-one GPU for each rank (``--device cuda``); or one process that is rank 0 of ``--world`` ranks, whose collectives do
+one GPU for each rank (``--device cuda``); or one process that is rank 0 of ``--world`` ranks, whose collectives send
 nothing: for what one rank of a large job allocates, copies and launches.
 
 The exit status is 1 if a system failed, or if they did not compute the same: after the timed steps the loss and
@@ -68,7 +68,7 @@ def main() -> int:
     tolerance = args.tolerance if args.tolerance is not None else TOLERANCES[args.dtype]
     differences = {} if plan.fake_world is not None else disagreement(results)
     if not differences:
-        print("Nothing checks what was computed: collectives that do nothing, or fewer than two systems to compare.")
+        print("Nothing checks what was computed: collectives that send nothing, or fewer than two systems to compare.")
     for what, difference in differences.items():
         verdict = "within" if difference <= tolerance else "NOT WITHIN"
         print(f"Largest relative difference of the {what}: {difference:.1e}, {verdict} {tolerance:g}.")
@@ -104,7 +104,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=count, default=2, help="processes for each system (%(default)s)")
     parser.add_argument("--threads", type=count, default=1, help="CPU threads of a rank (%(default)s)")
-    parser.add_argument("--world", type=count, metavar="N", help="one process, as rank 0 of N; collectives do nothing")
+    parser.add_argument(
+        "--world", type=count, metavar="N", help="one process, as rank 0 of N; collectives send nothing"
+    )
     parser.add_argument("--wire", type=rate, metavar="RATE", help="ranks on two hosts joined at 2gbit, say; as root")
     parser.add_argument("--model", choices=MODELS, default="30M", help="Llama, or with experts (%(default)s)")
     parser.add_argument("--batch", type=count, default=1, help="sequences of a rank (%(default)s)")
@@ -131,10 +133,10 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.world is not None:
         if args.wire is not None:
-            parser.error("--world with --wire: collectives that do nothing use no wire; give one of the two")
+            parser.error("--world with --wire: collectives that send nothing use no wire; give one of the two")
         args.ranks = 1
         if unfit := [name for name in args.systems or () if not SYSTEMS[name].fakes]:
-            parser.error(f"--world: {', '.join(unfit)} can't run where collectives do nothing; leave it out")
+            parser.error(f"--world: {', '.join(unfit)} can't run where collectives send nothing; leave it out")
     if args.systems is None:
         args.systems = [
             name for name, system in SYSTEMS.items() if system.default and (system.fakes or args.world is None)
@@ -149,7 +151,7 @@ def _arguments() -> argparse.Namespace:
 
 def _setting(workload: Workload, plan: Plan) -> str:
     if plan.fake_world is not None:
-        where = f"rank 0 of {plan.fake_world} on {workload.device}, collectives do nothing"
+        where = f"rank 0 of {plan.fake_world} on {workload.device}, collectives send nothing"
     else:
         hosts = "" if plan.wire is None else f" on two hosts, {plan.wire.rate}/s between them"
         where = f"{plan.ranks} ranks of {plan.threads} thread(s) on {workload.device}{hosts}"

@@ -40,7 +40,7 @@ class Plan:
         warmup: steps before the timed ones, in which systems compile.
         steps: timed steps; before each one that is not.
         ranks: processes for each contender.
-        fake_world: if not None, one process for each contender is rank 0 of that many, and its collectives do
+        fake_world: if not None, one process for each contender is rank 0 of that many, and its collectives send
             nothing: memory, copies and kernels are real, results are not.
         threads: of each rank's operators.
         wire: what joins the hosts that the ranks are on; None for one host.

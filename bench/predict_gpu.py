@@ -1,6 +1,6 @@
 """Predicted and measured steps of one rank on a GPU, side by side: ``python bench/predict_gpu.py``.
 
-The rank is one of ``--world`` whose collectives do nothing, so that a step is its computation, which is predicted
+The rank is one of ``--world`` whose collectives send nothing, so that a step is its computation, which is predicted
 
 - by the cost model's table of devices (``--cluster``), from datasheets and two shares of their peaks that are assumed;
 - by a calibration of this GPU, made here: one large product in each dtype, one copy, and launches.
@@ -17,6 +17,7 @@ import functools
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -64,7 +65,7 @@ class Cell:
         name: of the model.
         steps: forward, backward and optimizer, each from a device at rest to a device at rest.
         optimizer: of them the optimizer's part, median.
-        busy: of a profiled step, in which the GPU computes.
+        busy: of a profiled step, in which kernels run on the stream that computes.
         by_table, by_calibration: predicted computation of a step, the optimizer's with it.
         peak: of tensors in a step.
         planned: the same before the first one.
@@ -194,17 +195,12 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _busy(profiler: profile) -> float:
-    """Seconds in which at least one kernel runs; copies, which collectives that do nothing make, are none."""
-    kernels = [
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events() or ()
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
-    ]
-    busy = end = 0.0
-    for start, stop in sorted(kernels):
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return busy / 1e6
+    """Seconds in which kernels run on the stream that computes, which is the busiest."""
+    streams: Counter[int] = Counter()
+    for event in profiler.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            streams[event.device_resource_id] += event.time_range.elapsed_us()
+    return max(streams.values(), default=0) / 1e6
 
 
 def _line(cell: Cell) -> str:

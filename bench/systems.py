@@ -39,7 +39,7 @@ class System:
         family: systems of one family are configurations of one, of which the fastest counts.
         reduces: whether ranks train one model together. One that does not is a yardstick, whose results differ.
         rounds: whether what it sends is rounded, so that its results differ too.
-        fakes: whether it runs on a process group whose collectives do nothing.
+        fakes: whether it runs on a process group whose collectives send nothing.
         planned_bytes: of its forward: what it said that a step will take on a rank, optimizer states apart.
         default: whether it is measured when no systems are named.
     """

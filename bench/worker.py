@@ -33,7 +33,7 @@ class Job:
 
     Attributes:
         ranks: processes.
-        fake_world: if not None, the only process is rank 0 of that many, and its collectives do nothing.
+        fake_world: if not None, the only process is rank 0 of that many, and its collectives send nothing.
         folder: of this system alone, for its rendezvous, logs and compiler caches.
         start: names one start of the processes; what a start compiles, later ones find in the caches.
         wire: joins the hosts that the ranks are on; None for one host.

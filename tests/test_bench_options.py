@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[int, list[tuple
         (("--wire", "2gb"), "2gb is not a rate in bits per second"),
         (("--wire", "2gbit", "--ranks", "1"), "--wire: needs at least 2 --ranks"),
         (("--wire", "2gbit", "--world", "8"), "--world with --wire"),
-        (("--world", "8", "--systems", "fsdp2,ddp"), "ddp can't run where collectives do nothing"),
+        (("--world", "8", "--systems", "fsdp2,ddp"), "ddp can't run where collectives send nothing"),
         (("--json", "/nowhere/at/all.json"), "there is no folder /nowhere/at"),
         (("--chart", "/nowhere/at/all.png"), "there is no folder /nowhere/at"),
         (("--chart", "all.jpeg2000"), "the name must end in .png, .svg, .pdf"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from null_gpu.build import python
 STEP = Path(__file__).with_name("gpu_step.py")
 WORKSPACES = 2 * (32 << 20)
 """bytes that PyTorch gives cuBLAS on Hopper GPUs, once for the thread of the forward and once for the backward's"""
+PRODUCT = "nvjet|gemm|cutlass"
+"""what cuBLAS calls its matrix products"""
 ROUNDED = 5 * 512
 """more bytes than PyTorch's allocator adds to a buffer for each unit"""
 
@@ -40,11 +43,11 @@ class Step:
     kernels: list[tuple[int, str, float, float]]
     """stream, name, start and end in microseconds"""
 
-    def of(self, name: str) -> Iterator[tuple[int, str, float, float]]:
-        return (kernel for kernel in self.kernels if name in kernel[1])
+    def of(self, names: str) -> Iterator[tuple[int, str, float, float]]:
+        return (kernel for kernel in self.kernels if re.search(names, kernel[1]))
 
-    def streams(self, name: str) -> set[int]:
-        return {stream for stream, *_ in self.of(name)}
+    def streams(self, names: str) -> set[int]:
+        return {stream for stream, *_ in self.of(names)}
 
 
 def trained(folder: Path) -> Step:
@@ -68,7 +71,7 @@ def test_collectives_are_launched_in_the_order_of_the_schedule(step: Step) -> No
 
 
 def test_gathers_reductions_and_computation_have_streams_of_their_own(step: Step) -> None:
-    gathers, reductions, products = (step.streams(name) for name in ("AllGather", "ReduceScatter", "nvjet"))
+    gathers, reductions, products = (step.streams(name) for name in ("AllGather", "ReduceScatter", PRODUCT))
     assert len(gathers) == len(reductions) == len(products) == 1
     assert len(gathers | reductions | products) == 3
 
@@ -77,7 +80,7 @@ def test_gathers_reductions_and_computation_have_streams_of_their_own(step: Step
 def test_something_is_computed_while_a_collective_is_on_its_way(kind: str, step: Step) -> None:
     beside = [
         product
-        for product in step.of("nvjet")
+        for product in step.of(PRODUCT)
         for collective in step.of(kind)
         if collective[2] < product[2] < collective[3]
     ]
