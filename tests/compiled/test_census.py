@@ -73,6 +73,18 @@ class Generated(nn.Module):
         return F.cross_entropy((h @ self.table.weight.t()).flatten(0, 1), labels.flatten())
 
 
+class Promoting(nn.Module):
+    """A gain that is gathered in bf16 and taken to fp32 on the way, by the kernel that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gain = nn.Embedding(11, 13), nn.Parameter(torch.ones(13))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        scores = torch.tanh(self.embed(tokens).float()) * self.gain.float()
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
 def uneven_llama() -> nn.Module:
     """One layer in fp32, of a model in bf16; sizes that leave places of parameters unaligned."""
     model = Llama(LlamaConfig(layers=1, dim=30, heads=3, kv_heads=1, hidden_dim=43, vocab_size=61))
@@ -123,6 +135,7 @@ def total(census: Counter[step_census.Key], *kinds: Kind) -> int:
         (Padded, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY}),
         (Joined, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY, Kind.CONCATENATION}),
         (Generated, 16, "inductor", {}, {Kind.COPY_IN}),
+        (Promoting, 11, "inductor", {"mp_policy": BF16}, {Kind.CAST}),
         (uneven_llama, 61, "inductor", {"mp_policy": BF16}, {Kind.COPY_IN, Kind.CAST, Kind.COPY}),
     ],
 )
