@@ -27,8 +27,9 @@ import nothing
 import torch
 import torch.distributed as dist
 from options import check_folder, count, some_of, write_record
-from published import CONFIGS, build
-from report import row
+from published import CONFIGS, build, shard
+from report import header, row
+from states import state_bytes
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -40,7 +41,6 @@ from vescale_compile.cost import PRESETS, Cluster
 from vescale_compile.cost.calibrate import calibrate
 from vescale_compile.report import GraphReport
 
-_POLICY = vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _WARMUP = 3
 _HEADINGS = (
     "model",
@@ -97,7 +97,7 @@ def main() -> int:
         cells.append(_cell(name, args, table, calibrated))
         print(_line(cells[-1]), file=sys.stderr, flush=True)
     print(f"{torch.cuda.get_device_name()}; {args.batch} x {args.seq} tokens; torch {torch.__version__}\n")
-    print("\n".join([row(_HEADINGS), row(["---", *["---:"] * (len(_HEADINGS) - 1)]), *map(_line, cells)]))
+    print("\n".join([*header(_HEADINGS), *map(_line, cells)]))
     if args.json is not None:
         devices = {"table": asdict(table.device), "calibrated": asdict(calibrated.device)}
         how = {"world": args.world, "batch": args.batch, "seq": args.seq, "layers": args.layers}
@@ -111,7 +111,7 @@ def _cell(name: str, args: argparse.Namespace, table: Cluster, calibrated: Clust
     shapes = {key: value.to("meta") for key, value in batch.items()}
 
     def predicted(cluster: Cluster) -> float:
-        found = vc.simulate(make("meta"), **shapes, cluster=cluster, world_size=args.world, shard=_shard)
+        found = vc.simulate(make("meta"), **shapes, cluster=cluster, world_size=args.world, shard=shard)
         return found.compute_seconds + found.optimizer_seconds
 
     by_table, by_calibration = predicted(table), predicted(calibrated)
@@ -144,7 +144,7 @@ def _measured(
 ) -> Cell:
     reports: list[GraphReport] = []
     before = torch.cuda.memory_allocated()
-    model = _shard(make("cuda"))
+    model = shard(make("cuda"))
     backend = functools.partial(vescale, options={"cluster": cluster}, on_compiled=reports.append)
     compiled = torch.compile(model, backend=backend, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -167,9 +167,6 @@ def _measured(
         gradients()
         update()
         torch.cuda.synchronize()
-    states = sum(
-        value.to_local().nbytes for state in optimizer.state.values() for value in state.values() if value.dim()
-    )
     return Cell(
         name,
         [sum(each) for each in taken],
@@ -178,12 +175,8 @@ def _measured(
         by_table,
         by_calibration,
         peak,
-        max(report.peak_bytes for report in reports) + states,
+        max(report.peak_bytes for report in reports) + state_bytes([optimizer]),
     )
-
-
-def _shard(model: nn.Module) -> nn.Module:
-    return vc.fully_shard(model, mp_policy=_POLICY)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from options import check_folder, count, some_of, write_record
-from report import row
+from report import header, row
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,7 +79,7 @@ def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | 
         labels=tokens,
         cluster=cluster,
         world_size=world_size,
-        shard=lambda module: vc.fully_shard(module, mp_policy=_POLICY),
+        shard=shard,
     )
     return Cell(name, world_size, Row.of(found, None), time.perf_counter() - start)
 
@@ -95,9 +95,14 @@ def build(name: str, layers: int | None, device: str = "meta") -> nn.Module:
     return model
 
 
+def shard(model: nn.Module) -> nn.Module:
+    """Gathered in bf16, reduced in fp32."""
+    return vc.fully_shard(model, mp_policy=_POLICY)
+
+
 def table(cells: Sequence[Cell]) -> str:
     """Markdown, a line for each step."""
-    lines = [row(_HEADINGS), row(["---", *["---:"] * (len(_HEADINGS) - 1)])]
+    lines = header(_HEADINGS)
     for cell in cells:
         found = cell.predicted
         times = (found.compute, found.communication, found.exposed)

@@ -66,7 +66,7 @@ def tables(results: Sequence[Result]) -> str:
         ours = _ours(results, compared_with)
         name = OURS if compared_with is policy else f"{OURS} {compared_with}"
         headings = [heading.format(ours=name) for heading in HEADINGS]
-        parts += [f"**{title}**", "", row(headings), row(["---", *["---:"] * (len(headings) - 1)])]
+        parts += [f"**{title}**", "", *header(headings)]
         fastest = fastest_of_families(section)
         parts += [row(_cells(result, ours, result in fastest)) for result in section]
         parts.append("")
@@ -150,6 +150,11 @@ def _cells(result: Result, ours: Result | None, fastest: bool) -> list[str]:
 def _moved(nbytes: int) -> str:
     """Megabytes; only what is none reads 0."""
     return f"{nbytes / MB:.1f}" if not 0 < nbytes < MB / 20 else "< 0.1"
+
+
+def header(headings: Sequence[str]) -> list[str]:
+    """The first lines of a Markdown table: a column of names, and figures."""
+    return [row(headings), row(["---", *["---:"] * (len(headings) - 1)])]
 
 
 def row(cells: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import wire
 from profiling import StepProfile, profiled
+from states import state_bytes
 from systems import SYSTEMS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -184,9 +185,7 @@ class Trainer:
         plan = SYSTEMS[self.job.system].planned_bytes
         if plan is None:
             return None
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        local = [value.to_local() if isinstance(value, DTensor) else value for value in states]
-        return plan(self.forward) + sum(value.nbytes for value in local)
+        return plan(self.forward) + state_bytes([self.optimizer])
 
     def loss(self) -> float:
         """At the parameters as they are now, which it does not change."""

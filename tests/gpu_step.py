@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpus import take_gpu
+from gpus import launches, take_gpu
 from scripts import BENCH
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -28,6 +28,7 @@ sys.path.append(str(BENCH))
 
 import step_census
 from profiling import recorded
+from states import state_bytes
 
 RANKS = 2
 TIMEOUT = timedelta(minutes=3)
@@ -56,9 +57,6 @@ def train(rank: int, world_size: int, rendezvous: str) -> None:
         torch.cuda.reset_peak_memory_stats()
         _step(compiled, optimizer, tokens)
     peak = torch.cuda.max_memory_allocated() - before
-    states = sum(
-        value.to_local().nbytes for state in optimizer.state.values() for value in state.values() if value.dim()
-    )
     events = _events_of_a_step(compiled, optimizer, tokens)
     recording = recorded(lambda: compiled(tokens, tokens).backward(), device)
     (graph,) = report.graphs
@@ -66,7 +64,7 @@ def train(rank: int, world_size: int, rendezvous: str) -> None:
     if rank == 0:
         found = {
             "peak": peak,
-            "planned": graph.peak_bytes + states,
+            "planned": graph.peak_bytes + state_bytes([optimizer]),
             "found": counters["aot_autograd"]["autograd_cache_hit"],
             "scheduled": _scheduled(report),
             "launched": _launched(events, world_size),
@@ -107,16 +105,11 @@ def _scheduled(report: Report) -> list[tuple[str, int]]:
     elements of its shards."""
     found: list[tuple[str, int]] = []
     joined = 0
-    for graph in report.graphs:
-        shards = {unit.name: unit.shard_bytes // torch.float32.itemsize for unit in graph.units}
-        for event in (event for part in graph.parts.values() for event in part.schedule):
-            verb, kind, _, unit = event.removesuffix(", with the next").split(" ", 3)
-            if verb not in ("launch", "carry"):
-                continue
-            joined += shards[unit]
-            if not event.endswith(", with the next"):
-                found.append((kind, joined))
-                joined = 0
+    for launch in launches(report):
+        joined += launch.numel
+        if not launch.with_the_next:
+            found.append((launch.kind, joined))
+            joined = 0
     return found
 
 

@@ -1,8 +1,33 @@
 """Ranks on the GPUs that a machine has, or seems to have."""
 
 import os
+from typing import NamedTuple
 
 import torch
+
+from vescale_compile.report import Report
+
+
+class Launch(NamedTuple):
+    """A collective of a schedule."""
+
+    kind: str
+    numel: int
+    """of a shard"""
+    with_the_next: bool
+    """whether the next one is joined to it"""
+
+
+def launches(report: Report) -> list[Launch]:
+    """The collectives of a step in the order of its schedule."""
+    found = []
+    for graph in report.graphs:
+        shards = {unit.name: unit.shard_bytes // torch.float32.itemsize for unit in graph.units}
+        for event in (event for part in graph.parts.values() for event in part.schedule):
+            verb, kind, _, unit = event.removesuffix(", with the next").split(" ", 3)
+            if verb in ("launch", "carry"):
+                found.append(Launch(kind, shards[unit], event.endswith(", with the next")))
+    return found
 
 
 def take_gpu(rank: int, world_size: int) -> torch.device:

@@ -16,9 +16,10 @@ sys.path.append(str(BENCH))
 
 import optimizers
 from copies import Copies
-from optimizer_trainer import CONTENDERS, state_bytes
+from optimizer_trainer import CONTENDERS
 from optimizers import OptimizerResult, table
 from profiling import StepProfile, profiled
+from states import state_bytes
 from traffic import Traffic
 from workload import Policy
 

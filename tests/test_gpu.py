@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +50,7 @@ class Step:
 
 
 def trained(folder: Path) -> Step:
-    paths = os.pathsep.join([str(STEP.parent), *sys.path])
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": paths}
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     return Step(**json.loads(python(environment, STEP).stdout.splitlines()[-1]))
 
 

@@ -7,7 +7,6 @@ asked for: matrix products, collectives, Triton's kernels by its interpreter. Wh
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def errors(environment: dict[str, str], folder: Path, **how: Any) -> dict[str, float]:
     """By parameter, the largest on any rank after some steps."""
     defaults = {"model": "llama", "mesh": [2], "policy": {}, "reshard": True, "quantized": False, "options": {}}
-    environment = {
-        **environment,
-        "TORCHINDUCTOR_CACHE_DIR": str(folder),
-        "PYTHONPATH": os.pathsep.join([MODELS, *sys.path]),
-    }
+    environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": MODELS}
     python(environment, LEARN, str(folder), json.dumps(defaults | how))
     ranks = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}

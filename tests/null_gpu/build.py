@@ -45,7 +45,9 @@ def build(folder: Path) -> dict[str, str]:
 
 
 def python(environment: dict[str, str], script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script, which must succeed, in the environment of a process with null GPUs."""
+    """Runs a script, which must succeed, in an environment, of null GPUs perhaps. It can import what tests can."""
+    paths = [environment.get("PYTHONPATH", ""), *sys.path]
+    environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

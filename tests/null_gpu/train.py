@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpus import launches
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -21,7 +22,6 @@ from vescale_compile.examples.llama import SIZES, Llama
 from vescale_compile.local_ranks import start_local_ranks
 from vescale_compile.optim.adamw8bit_kernel import Codebooks
 from vescale_compile.optim.gradients import UnusableGradients
-from vescale_compile.report import Report
 
 STEPS = 3
 WIDE = replace(SIZES["1B"], layers=4)
@@ -74,20 +74,8 @@ def train(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     found = counters["aot_autograd"]["autograd_cache_hit"]
     if rank == 0:
         told = {"peak": peak, "planned": planned, "states": states, "units": units, "found": found}
-        print(json.dumps(told | {"launches": _launches(report)}))
+        print(json.dumps(told | {"launches": [(kind, numel) for kind, numel, _ in launches(report)]}))
     dist.destroy_process_group()
-
-
-def _launches(report: Report) -> list[tuple[str, int]]:
-    """The collectives of a step in the order of its schedule: each one's kind, and the elements of a shard."""
-    found = []
-    for graph in report.graphs:
-        shards = {unit.name: unit.shard_bytes // torch.float32.itemsize for unit in graph.units}
-        for event in (event for part in graph.parts.values() for event in part.schedule):
-            verb, kind, _, unit = event.removesuffix(", with the next").split(" ", 3)
-            if verb in ("launch", "carry"):
-                found.append((kind, shards[unit]))
-    return found
 
 
 def _layout(how: dict[str, Any], world_size: int) -> dict[str, Any]:
