@@ -49,7 +49,8 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     collectives = collectives_of(gm.graph)
     segments = segments_of(gm.graph, context, collectives)
     if not collectives or not segments:
-        context.predictions[context.part] = predict_alone(sum(seconds_of(gm.graph, context).values()))
+        compute, issue = (sum(seconds.values()) for seconds in seconds_of(gm.graph, context))
+        context.predictions[context.part] = predict_alone(compute, issue)
         return
     others = [need for part, need in context.needs.items() if part is not context.part]
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.

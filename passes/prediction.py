@@ -21,13 +21,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A graph's time: ``seconds = compute + exposed + slowdown``.
+    """A graph's time: ``seconds = compute + exposed + starved + slowdown``.
 
     Attributes:
         seconds: until everything is done and waited for.
         compute: of the computation, with the device to itself.
         communication: of the collectives, each with the wire to itself.
         exposed: in which the computation stands still and waits.
+        starved: in which the computation stands still until the host has launched what is next.
         slowdown: that the computation loses to launches, and to collectives which take a share of the device.
         least: what no schedule of the graph can beat: the largest of its computation, its communication and its
             critical path.
@@ -41,6 +42,7 @@ class Prediction:
     compute: float
     communication: float = 0.0
     exposed: float = 0.0
+    starved: float = 0.0
     slowdown: float = 0.0
     least: float = 0.0
     computation: tuple[Span, ...] = ()
@@ -55,6 +57,7 @@ def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound) -> Prediction:
         compute=timeline.compute,
         communication=timeline.communication,
         exposed=timeline.exposed,
+        starved=timeline.starved,
         slowdown=timeline.slowdown,
         least=bound.makespan,
         computation=tuple(
@@ -68,6 +71,9 @@ def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound) -> Prediction:
     )
 
 
-def predict_alone(seconds: float) -> Prediction:
-    """A graph that computes for so long and has nothing to communicate."""
-    return Prediction(seconds, seconds, least=seconds, computation=(Span("computation", 0.0, seconds),))
+def predict_alone(compute: float, issue: float) -> Prediction:
+    """A graph that has nothing to communicate, whose computation takes so long, and the host so long to launch it."""
+    seconds = max(compute, issue)
+    return Prediction(
+        seconds, compute, starved=seconds - compute, least=seconds, computation=(Span("computation", 0.0, seconds),)
+    )

@@ -14,7 +14,7 @@ from torch import fx
 
 from ..cost import collective_cost
 from ..cost.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from ..cost.compute import compute_seconds
+from ..cost.compute import compute_seconds, issue_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schedule import Compute, TaskGraph, Transfer
@@ -26,6 +26,7 @@ from .edit import nbytes_of, order_of
 from .moves import CASTS
 
 _FUSED_BLOCKS = 2
+_OPERATORS = 4
 _COALESCED = (ops.start_all_gather, ops.start_reduce_scatter)
 
 
@@ -155,10 +156,15 @@ def task_graph(
     Args:
         live_bytes: what the step takes all the time, apart from the collectives' buffers.
     """
-    seconds = seconds_of(graph, context)
+    seconds, issue = seconds_of(graph, context)
     held = _unpacked_bytes(graph, collectives, segments)
     compute = [
-        Compute(segment[0].name, sum(seconds[node] for node in segment), live_bytes + unpacked)
+        Compute(
+            segment[0].name,
+            sum(seconds[node] for node in segment),
+            live_bytes + unpacked,
+            sum(issue[node] for node in segment),
+        )
         for segment, unpacked in zip(segments, held, strict=True)
     ]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
@@ -166,9 +172,11 @@ def task_graph(
     return TaskGraph(tuple(compute), tuple(transfers), apart=True)
 
 
-def seconds_of(graph: fx.Graph, context: CompileContext) -> dict[fx.Node, float]:
-    """What each node is predicted to take, on the cluster that is compiled for."""
-    return compute_seconds(graph.nodes, context.cluster.device, fused=context.lowering is Lowering.INDUCTOR)
+def seconds_of(graph: fx.Graph, context: CompileContext) -> tuple[dict[fx.Node, float], dict[fx.Node, float]]:
+    """What each node is predicted to take of a device of the cluster that is compiled for, and of its host."""
+    device, fused = context.cluster.device, context.lowering is Lowering.INDUCTOR
+    seconds = compute_seconds(graph.nodes, device, fused=fused)
+    return seconds, issue_seconds(seconds, device, fused=fused)
 
 
 def _unpacked_bytes(graph: fx.Graph, collectives: Sequence[Collective], segments: Sequence[list[fx.Node]]) -> list[int]:
@@ -212,6 +220,8 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         launch=cost.launch,
+        issue=_OPERATORS * cluster.device.issue,
+        call=cost.call + average.call,
         merge=_merge(each, context),
         block=context.units[each.unit].block,
     )

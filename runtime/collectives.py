@@ -93,8 +93,7 @@ def start_all_gathers(gathers: Sequence[tuple[Tensor, Tensor]], group: dist.Proc
     outputs = [full for _, full in gathers]
 
     def run(async_op: bool) -> Pending:
-        inputs = [_in_dtype(shard, _part(full, group.rank(), shard)) for shard, full in gathers]
-        return all_gather_coalesced(outputs, inputs, group, async_op=async_op)
+        return all_gather_coalesced(outputs, _in_dtypes(gathers, group.rank()), group, async_op=async_op)
 
     if outputs[0].device.type == "cuda":
         return _on_stream("gather", outputs[0].device, lambda: run(False))
@@ -284,6 +283,14 @@ def _in_dtype(shard: Tensor, own: Tensor) -> Tensor:
     return shard if shard.dtype == own.dtype else own.copy_(shard)
 
 
+def _in_dtypes(gathers: Sequence[tuple[Tensor, Tensor]], rank: int) -> list[Tensor]:
+    """:func:`_in_dtype` of several shards, all of which are cast by one kernel."""
+    pairs = [(shard, _part(full, rank, shard)) for shard, full in gathers]
+    if cast := [(own, shard) for shard, own in pairs if shard.dtype != own.dtype]:
+        torch._foreach_copy_([own for own, _ in cast], [shard for _, shard in cast])
+    return [shard if shard.dtype == own.dtype else own for shard, own in pairs]
+
+
 @dataclass(frozen=True)
 class _Deferred:
     """A collective in flight whose end is a function; it keeps what it uses, which a graph that raises would free."""
@@ -302,14 +309,14 @@ def _on_stream(name: str, device: torch.device, run: Callable[[], object]) -> Pe
     after it. The device need not be the current one.
 
     By ``torch.Stream`` and ``torch.accelerator``: those of ``torch.cuda`` look for GPUs each time, and take four times
-    as long.
+    as long, and so does a device where its index will do.
     """
     stream = _stream(name, device)
-    stream.wait_stream(torch.accelerator.current_stream(device))
+    stream.wait_stream(torch.accelerator.current_stream(device.index))
     with stream:
         run()
     done = stream.record_event()
-    return _Deferred(lambda: torch.accelerator.current_stream(device).wait_event(done), uses=run)
+    return _Deferred(lambda: torch.accelerator.current_stream(device.index).wait_event(done), uses=run)
 
 
 @functools.cache

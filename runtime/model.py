@@ -54,12 +54,13 @@ class Forward:
         self.left = left
         self.compiled = compiled
         self.buffers = tuple(buffers)
-        for model in _models_of(buffers):
+        self._models = _models_of(buffers)
+        for model in self._models:
             model.forwards.add(self)
 
     def end(self) -> None:
         """Its backward has run."""
-        for model in _models_of(self.buffers):
+        for model in self._models:
             model.forwards.discard(self)
 
 

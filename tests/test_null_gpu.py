@@ -146,7 +146,8 @@ def run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> T
 
 @pytest.fixture(scope="module")
 def quantized_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return trained(null_gpu, tmp_path_factory.mktemp("quantized"), quantized=True)
+    """In so little memory that what is gathered and what is reduced use some of it in turn."""
+    return trained(null_gpu, tmp_path_factory.mktemp("quantized"), quantized=True, memory_budget=6_400_000)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ from vescale_compile.torch_internals import is_fake
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 H100 = gpu_cluster("h100", 8)
+AT_ONCE = replace(H100, call=0.0, device=replace(H100.device, issue=0.0))
+"""GPUs whose hosts launch in no time"""
 SLOW = replace(H100, within=replace(H100.within, bandwidth=1e6))
 
 
@@ -57,7 +59,7 @@ def test_a_step_is_computation_what_is_exposed_and_the_optimizers(usual):
     found = usual
     (graph,) = found.graphs
     assert graph.parts.keys() == {Part.FORWARD, Part.BACKWARD}
-    parts = found.compute_seconds + found.exposed_seconds + found.optimizer_seconds
+    parts = found.compute_seconds + found.exposed_seconds + found.starved_seconds + found.optimizer_seconds
     assert found.step_seconds == pytest.approx(parts)
     assert found.least_seconds <= found.step_seconds
     assert found.optimizer_seconds > 0
@@ -74,10 +76,17 @@ def test_nothing_is_computed_during_launches():
     assert long.step_seconds - none.step_seconds == pytest.approx(launches, rel=1e-3)
 
 
+def test_the_device_starves_where_its_host_takes_longer_and_the_simulation_says_so(usual):
+    starved, fed = usual, simulated(cluster=AT_ONCE)
+    assert starved.starved_seconds > 0 == fed.starved_seconds
+    assert fed.step_seconds < starved.step_seconds
+    assert re.search(r"starved +[1-9]", str(starved)) and re.search(r"starved +0", str(fed))
+
+
 def test_no_step_takes_less_than_the_bound_and_one_whose_units_are_alike_hardly_more():
     config = LlamaConfig(layers=6, dim=512, heads=8, kv_heads=4)
     tokens = torch.empty(1, 1024, dtype=torch.int64, device="meta")
-    for cluster in (H100, replace(H100, within=replace(H100.within, bandwidth=2e9))):
+    for cluster in (AT_ONCE, replace(AT_ONCE, within=replace(H100.within, bandwidth=2e9))):
         with torch.device("meta"):
             found = vc.simulate(Llama(config), tokens, tokens, cluster=cluster, world_size=8)
         assert found.least_seconds <= found.step_seconds <= 1.05 * found.least_seconds
@@ -91,7 +100,7 @@ def test_a_budget_that_the_usual_schedule_fits_in_makes_no_step_slower():
     def within(budget: int | None) -> Simulation:
         with torch.device("meta"):
             model = Llama(config)
-        return vc.simulate(model, tokens, tokens, cluster=H100, world_size=8, memory_budget=budget)
+        return vc.simulate(model, tokens, tokens, cluster=AT_ONCE, world_size=8, memory_budget=budget)
 
     usual = within(None)
     taken = usual.peak_bytes - usual.state_bytes

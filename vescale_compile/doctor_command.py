@@ -100,11 +100,12 @@ def _figures(measured: Calibration) -> list[str]:
     lines = [f"{device.name}, {measured.ranks} rank(s)"]
     lines += [f"  {dtype:<15}{peak / 1e9:10.1f} GFLOP/s" for dtype, peak in device.peak_flops.items()]
     lines.append(f"  {'memory':<15}{device.memory_bandwidth / 1e9:10.1f} GB/s")
-    lines.append(f"  {'launch':<15}{1e6 * device.launch_overhead:10.1f} us")
+    host = f", {1e6 * device.issue:.1f} us of the host" if device.issue else ""
+    lines.append(f"  {'launch':<15}{1e6 * device.launch_overhead:10.1f} us{host}")
     for kind, each in measured.collectives.items():
         lines.append(
             f"  {kind:<15}{each.bandwidth / 1e9:10.2f} GB/s, {1e6 * each.latency:.0f} us, "
-            f"{1e6 * each.wakeup:.0f} us more after a pause, {1e6 * each.launch:.0f} us to launch, "
+            f"{1e6 * each.wakeup:.0f} us more after a pause, {1e6 * (each.launch or each.call):.0f} us to launch, "
             f"{100 * each.load:.0f} % of the device meanwhile"
         )
     return lines

@@ -89,7 +89,7 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
 
 
 def _transfer(name: str, cost: CollectiveCost, **uses: object) -> Transfer:
-    taken = {"load": cost.load, "stretch": cost.stretch, "wakeup": cost.wakeup, "launch": cost.launch}
+    taken = {what: getattr(cost, what) for what in ("load", "stretch", "wakeup", "launch", "call")}
     return Transfer(name, cost.latency, cost.wire_time, **taken, **uses)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .capture import Capture
 from .cost import Cluster
 from .passes.context import CompileContext, Part
+from .passes.prediction import Prediction
 from .passes.summary import Kind, Summary
 from .quantities import size_text as _size
 from .quantities import time_text as _time
@@ -187,7 +188,7 @@ def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
     yield (
         f"  predicted {_time(predicted.seconds)}: computation {_time(predicted.compute)}, communication "
         f"{_time(predicted.communication)} ({_time(predicted.exposed)} exposed, {_time(predicted.slowdown)} "
-        f"taken from the computation); no schedule takes less than {_time(predicted.least)}"
+        f"taken from the computation){_starved(predicted)}; no schedule takes less than {_time(predicted.least)}"
     )
     for event in summary.schedule:
         yield f"  {event}"
@@ -205,6 +206,10 @@ def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
         yield f"  nothing {'else ' if counts[Kind.COPY_IN] else ''}is copied or cast"
     for entry in moved:
         yield f"  {entry.kind.value} of {_size(entry.nbytes)}, {entry.direction.value} of {entry.unit}: {entry.why}"
+
+
+def _starved(predicted: Prediction) -> str:
+    return f", {_time(predicted.starved)} until the host has launched what is next" if predicted.starved else ""
 
 
 def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

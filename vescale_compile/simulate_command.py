@@ -41,6 +41,7 @@ class Row:
     compute: float
     communication: float
     exposed: float
+    starved: float
     peak: int
     lacking: int
     """of the memory of a device; 0 where the step fits"""
@@ -57,6 +58,7 @@ class Row:
             found.compute_seconds,
             found.communication_seconds,
             found.exposed_seconds,
+            found.starved_seconds,
             found.peak_bytes,
             found.lacking_bytes,
             None,
@@ -173,6 +175,7 @@ def _published_row(args: argparse.Namespace, cluster: Cluster) -> Predicted:
             timeline.compute,
             timeline.communication,
             timeline.exposed,
+            timeline.starved,
             timeline.peak_bytes,
             cluster.device.lacks(timeline.peak_bytes),
             len(found.schedule.kept),
@@ -226,11 +229,12 @@ def _model(args: argparse.Namespace) -> nn.Module:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    headings = ("budget", "step", "lower bound", "computation", "communication", "exposed", "peak", "kept units")
+    times = ("step", "lower bound", "computation", "communication", "exposed", "starved")
+    headings = ("budget", *times, "peak", "kept units")
     cells = [
         (
             "-" if row.budget is None else size_text(row.budget),
-            *(time_text(seconds) for seconds in (row.step, row.least, row.compute, row.communication, row.exposed)),
+            *map(time_text, (row.step, row.least, row.compute, row.communication, row.exposed, row.starved)),
             size_text(row.peak),
             "-" if row.kept is None else str(row.kept),
         )

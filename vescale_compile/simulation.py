@@ -76,6 +76,11 @@ class Simulation:
         return self._sum("exposed")
 
     @property
+    def starved_seconds(self) -> float:
+        """In which the computation stands still until its host, which launches kernel after kernel, has come to it."""
+        return self._sum("starved")
+
+    @property
     def least_seconds(self) -> float:
         """What no schedule of these graphs can beat, the optimizer's step included, which may begin while the last
         reductions are under way."""
@@ -109,6 +114,7 @@ class Simulation:
             ("  lower bound", time_text(self.least_seconds), "no schedule takes less"),
             ("  computation", time_text(self.compute_seconds), ""),
             ("  exposed", time_text(self.exposed_seconds), f"of {time_text(self.communication_seconds)} on the wire"),
+            ("  starved", time_text(self.starved_seconds), "until the host has launched what is next"),
             ("  optimizer", time_text(self.optimizer_seconds), self.optimizer.name),
             ("peak memory", size_text(self.peak_bytes), f"{size_text(self.state_bytes)} of it the optimizer's states"),
         ]

@@ -65,7 +65,12 @@ def test_layers_share_their_slots_however_many_there_are():
 
 
 def test_what_is_launched_further_ahead_where_communication_takes_long_does_not_grow_with_the_layers():
-    sizes, _ = slots_by_layers(8, 16, cluster=PRESETS["h100"](2))
+    sizes, _ = slots_by_layers(8, 16, cluster=models.H100)
+    assert sizes[0] == sizes[1]
+
+
+def test_what_is_joined_where_launches_take_long_does_not_grow_with_the_layers():
+    sizes, _ = slots_by_layers(16, 32, cluster=PRESETS["h100"](2))
     assert sizes[0] == sizes[1]
 
 
@@ -244,7 +249,7 @@ def test_the_prediction_is_the_schedules_timeline(usual):
     (graph,) = usual.graphs
     for part in graph.parts.values():
         found = part.prediction
-        assert found.seconds == pytest.approx(found.compute + found.exposed + found.slowdown)
+        assert found.seconds == pytest.approx(found.compute + found.exposed + found.starved + found.slowdown)
         assert found.least <= found.seconds * (1 + 1e-9)
         launched = [event for event in part.schedule if event.startswith(("launch", "take"))]
         assert len(found.transfers) == sum(not event.endswith(", with the next") for event in launched)

@@ -73,6 +73,7 @@ def test_a_device_without_figures_is_bound_by_memory() -> None:
         ({"peak_flops": {"float32": -1.0}}, "float32 is -1.0"),
         ({"compute_efficiency": 1.5}, r"compute_efficiency is 1.5; it must be in \(0, 1\]"),
         ({"launch_overhead": -1.0}, "launch_overhead is -1.0"),
+        ({"issue": -1.0}, "issue is -1.0"),
     ],
 )
 def test_a_senseless_device_is_refused(change: dict[str, object], problem: str) -> None:

@@ -76,12 +76,18 @@ def test_a_gather_over_a_plain_wire_takes_the_wires_time() -> None:
 
 
 def test_what_was_measured_is_believed_before_the_model() -> None:
-    measured = {"all_gather": MeasuredCollective(1.0, 10.0, 0.5, 2.0, 3.0, 4.0)}
+    measured = {"all_gather": MeasuredCollective(1.0, 10.0, 0.5, 2.0, 3.0, 4.0, 5.0)}
     where = dataclasses.replace(cluster(4, 4), measured=measured)
     cost = collective_cost(where, "all_gather", 50)
     assert (cost.algorithm, cost.seconds) == ("measured", 6.0)
-    assert (cost.load, cost.stretch, cost.wakeup, cost.launch) == (0.5, 2.0, 3.0, 4.0)
+    assert (cost.load, cost.stretch, cost.wakeup, cost.launch, cost.call) == (0.5, 2.0, 3.0, 4.0, 5.0)
     assert collective_cost(where, "reduce_scatter", 50).algorithm == "ring"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_of_a_gpu_takes_as_long_for_any_collective(kind: str) -> None:
+    calls = {collective_cost(gpu_cluster("h100", ranks), kind, 1e6).call for ranks in (2, 64)}
+    assert calls == {gpu_cluster("h100", 1).call} and min(calls) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """Time of graph nodes: arithmetic by formula, traffic by what enters and leaves a kernel."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from vescale_compile.cost import Device
 from vescale_compile.cost import flops as arithmetic
-from vescale_compile.cost.compute import compute_seconds
+from vescale_compile.cost.compute import compute_seconds, issue_seconds
 from vescale_compile.cost.flops import flops
 from vescale_compile.runtime import ops
 
@@ -113,6 +114,14 @@ def test_unfused_each_pointwise_operator_is_a_kernel() -> None:
     graph = capture(chain, (10, 10))
     assert total(graph, TRAFFIC, fused=False) == 4 * 3 * (100 + 100)
     assert total(graph, LAUNCHES, fused=False) == 3
+
+
+@pytest.mark.parametrize(("fused", "kernels"), [(True, 2), (False, 4)])
+def test_the_host_launches_each_kernel_and_no_view(fused: bool, kernels: int) -> None:
+    graph = capture(lambda x, y: torch.mm(chain(x).view(10, 10), y), (10, 10), (10, 10))
+    device = replace(LAUNCHES, issue=3.0)
+    seconds = compute_seconds(graph.nodes, device, fused=fused)
+    assert sum(issue_seconds(seconds, device, fused=fused).values()) == 3 * kernels
 
 
 def test_what_a_matrix_product_reads_is_written_to_memory() -> None:

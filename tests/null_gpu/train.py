@@ -49,7 +49,7 @@ def train(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     scaler = torch.amp.GradScaler("cuda", enabled=how["scaled"])
     accumulating = vc.no_sync if how["micro_batches"] > 1 else contextlib.nullcontext
     with accumulating(model):
-        report = vc.explain(compiled, tokens, tokens)
+        report = vc.explain(compiled, tokens, tokens, options=how["options"])
     for step in range(STEPS):
         log(b"step %d", step)
         torch.cuda.reset_peak_memory_stats()

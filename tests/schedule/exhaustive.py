@@ -78,6 +78,7 @@ class _Search:
         state = (
             machine.position,
             machine.now,
+            max(machine.issued, machine.now),
             _in_flight(machine),
             frozenset(machine.launched),
             frozenset(machine.done),

@@ -14,23 +14,33 @@ def sharded_steps(
     merge: bool = False,
     load: float = 0.0,
     launch: float = 0.0,
+    issue: int = 0,
     apart: bool = False,
 ) -> TaskGraph:
     """A forward and a backward over ``units`` units, each gathered twice and reduced once, with scratch up to the
-    size of what is reduced."""
+    size of what is reduced.
+
+    Args:
+        issue: the most seconds that the host takes for a task, and for the call of a collective.
+    """
     seconds = st.integers(1, 8).map(float)
     sizes = st.integers(1, 4)
     positions = 2 * units
     latency = float(draw(st.integers(0, 1)))
     compute = [
-        Compute(f"task {position}", draw(seconds), min(position, positions - position) + draw(st.integers(0, 3)))
+        Compute(
+            f"task {position}",
+            draw(seconds),
+            min(position, positions - position) + draw(st.integers(0, 3)),
+            float(draw(st.integers(0, issue))),
+        )
         for position in range(positions)
     ]
     gathers, repeats, reductions = [], [], []
     for unit in range(units):
         last = positions - 1 - unit
         wire_time, size = draw(seconds), draw(sizes)
-        taken = {"load": load, "launch": launch}
+        taken = {"load": load, "launch": launch, "issue": issue / 8, "call": float(draw(st.integers(0, issue)))}
         common = {"lane": "gathers", "merge": "gathers" if merge else None, "output_bytes": size, **taken}
         gathers.append(Transfer(f"gather {unit}", latency, wire_time, readers=(unit,), **common))
         repeats.append(Transfer(f"gather {unit} again", latency, wire_time, readers=(last,), repeats=unit, **common))

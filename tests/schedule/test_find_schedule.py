@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -46,10 +47,11 @@ def optimum(graph: TaskGraph, budget: int | None = None) -> float:
         sharded_steps(2, lanes=2),
         sharded_steps(2, load=0.25),
         sharded_steps(2, launch=0.5),
+        sharded_steps(2, issue=1),
         sharded_steps(2, apart=True),
         pytest.param(sharded_steps(2, merge=True), marks=pytest.mark.slow),
     ],
-    ids=["one lane", "two lanes", "loading the device", "with launches", "memories apart", "mergeable"],
+    ids=["one lane", "two lanes", "loading the device", "with launches", "with a host", "memories apart", "mergeable"],
 )
 def test_two_units_are_scheduled_as_exhaustive_search_does(steps: st.SearchStrategy[TaskGraph]) -> None:
     @examples
@@ -72,7 +74,7 @@ def test_three_units_are_scheduled_within_5_percent_of_the_optimum(graph: TaskGr
 
 
 @examples
-@given(sharded_steps(2, merge=True), room)
+@given(st.one_of(sharded_steps(2, merge=True), sharded_steps(2, issue=4)), room)
 def test_no_schedule_is_faster_than_the_lower_bound(graph: TaskGraph, room: int) -> None:
     budget = least_peak(graph) + room
     assert lower_bound(graph, budget).makespan <= optimum(graph, budget) * (1 + 1e-9)
@@ -180,6 +182,17 @@ def test_small_transfers_share_collectives_where_latency_dominates() -> None:
     assert max(map(len, launches(found.schedule))) > 1
     alone = TaskGraph(graph.compute, tuple(_unmergeable(transfer) for transfer in graph.transfers))
     assert found.timeline.makespan < find_schedule(alone, 40).timeline.makespan
+
+
+def test_small_transfers_share_collectives_where_the_host_takes_longest() -> None:
+    plain = layers(12, gather=0.1, compute=2.0, size=1)
+    calls = tuple(
+        replace(transfer, call=1.0, merge=None if transfer.writers else "gathers") for transfer in plain.transfers
+    )
+    found = find_schedule(replace(plain, compute=tuple(replace(c, issue=2.0) for c in plain.compute), transfers=calls))
+    alone = find_schedule(replace(plain, transfers=calls))
+    gathers, one_by_one = ([len(each) for each in launches(schedule.schedule)] for schedule in (found, alone))
+    assert max(gathers) > 2 and max(one_by_one) == 1
 
 
 def _unmergeable(transfer: Transfer) -> Transfer:

@@ -25,6 +25,8 @@ GATHER = Transfer("gather", 0.0, 1.0, readers=(0,), output_bytes=4)
         (Transfer("t", 0.0, 1.0, readers=(0,), stretch=0.5), "'t': stretch 0.5 must be at least 1"),
         (Transfer("t", 0.0, 1.0, readers=(0,), wakeup=-1.0), "'t': wakeup -1.0 s must be finite, not negative"),
         (Transfer("t", 0.0, 1.0, readers=(0,), launch=-1.0), "'t': launch -1.0 s must be finite, not negative"),
+        (Transfer("t", 0.0, 1.0, readers=(0,), issue=-1.0), "'t': issue -1.0 s must be finite, not negative"),
+        (Transfer("t", 0.0, 1.0, readers=(0,), call=-1.0), "'t': call -1.0 s must be finite, not negative"),
         (Transfer("gather", 0.0, 1.0, readers=(0,)), "two transfers are named 'gather'"),
         (Transfer("t", 0.0, 1.0, readers=(1,), repeats=1), "'t': it repeats transfer 1, which is not one before"),
         (Transfer("t", 0.0, 1.0, readers=(1,), repeats=0), "'t': .*'gather', whose output has 4 bytes, not 0"),
@@ -38,8 +40,10 @@ def test_a_senseless_transfer_is_refused_by_name(transfer: Transfer, problem: st
 
 
 def test_a_senseless_compute_task_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'forward': duration nan s"):
+    with pytest.raises(ValueError, match="'forward': duration is nan"):
         TaskGraph((Compute("forward", float("nan")),), ())
+    with pytest.raises(ValueError, match="'forward': issue is -1"):
+        TaskGraph((Compute("forward", 1.0, issue=-1.0),), ())
 
 
 def test_neither_schedules_nor_costs_load_torch() -> None:

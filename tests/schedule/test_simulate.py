@@ -151,6 +151,32 @@ def test_a_launch_keeps_from_computing_while_what_is_in_flight_goes_on() -> None
     assert (timeline.exposed, timeline.slowdown) == (0.0, 2.0 + 1.0)
 
 
+def test_nothing_begins_before_the_host_has_launched_it() -> None:
+    graph = TaskGraph(
+        (Compute("first", 1.0, issue=2.0), Compute("second", 1.0)),
+        (transfer("gather", 3.0, readers=(1,), issue=0.5, call=1.5),),
+    )
+    timeline = run(graph, Run(0), Launch((0,)), Wait((0,)), Run(1))
+    assert timeline.runs == ((0.0, 2.0), (7.0, 8.0))
+    assert [(span.start, span.stop) for span in timeline.transfers] == [(4.0, 7.0)]
+    assert (timeline.compute, timeline.starved, timeline.exposed, timeline.slowdown) == (2.0, 3.0, 3.0, 0.0)
+
+
+def test_a_host_that_is_ahead_takes_no_time() -> None:
+    graph = TaskGraph(
+        (Compute("long", 9.0, issue=1.0), Compute("short", 1.0, issue=3.0)),
+        (transfer("reduce", 2.0, writers=(0,), call=4.0),),
+    )
+    timeline = run(graph, Run(0), Launch((0,)), Run(1), Wait((0,)))
+    assert (timeline.makespan, timeline.starved) == (9.0 + 2.0, 0.0)
+
+
+def test_the_host_calls_merged_transfers_once() -> None:
+    parts = [Transfer(f"gather {i}", 0.0, 1.0, readers=(0,), merge="all", issue=0.5, call=4.0) for i in range(2)]
+    timeline = run(TaskGraph((Compute("reads", 1.0),), tuple(parts)), Launch((0, 1)), Wait((0, 1)), Run(0))
+    assert timeline.starved == 4.0 + 2 * 0.5
+
+
 def test_of_what_has_come_nothing_is_left_to_carry() -> None:
     machine = Machine(Lifetimes(TWO_LAYERS))
     for instruction in (Launch((0,)), Launch((1,)), Wait((0,)), Run(0)):

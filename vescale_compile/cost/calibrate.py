@@ -43,6 +43,8 @@ _COLLECTIVE_BYTES = {
 _REPEATS = 15  # of what takes milliseconds
 _FEWEST, _MOST, _SECONDS = 5, 45, 1.5  # repetitions of a collective: as many as find room in this time, within bounds
 _BATCHES, _BATCH, _BATCH_BYTES = 5, 5, 1 << 24  # of collectives: how many in each, at least, and how much
+_LAUNCHES, _PRODUCTS = 200, 8  # a GPU computes the products for longer than its host takes to launch the others
+_CALLS = 20  # of a collective, whose host takes no notice of when they end
 _PAUSE, _SHARES = 3, (0.5, 2.0)  # products before a collective; how much of its time those beside it take
 _LOADS, _STRETCHES = [i / 50 for i in range(46)], [1 + i / 20 for i in range(41)]
 
@@ -73,8 +75,8 @@ def calibrate(
     distributed = dist.is_initialized()
     ranks = dist.get_world_size(group) if distributed else 1
     agree = _Slowest(device, group) if distributed else _itself
-    seconds = agree([_matrix_seconds(device, dtype) for dtype in dtypes] + [_copy_seconds(device), _launch(device)])
-    *products, copy, launch = seconds
+    seconds = agree([_matrix_seconds(device, dtype) for dtype in dtypes] + [_copy_seconds(device), *_launch(device)])
+    *products, copy, launch, issue = seconds
     work = 2 * _MATRIX[device] ** 3
     measured = Device(
         name=f"cpu with {torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name(),
@@ -85,6 +87,7 @@ def calibrate(
         bandwidth_efficiency=1.0,
         launch_overhead=launch,
         float32_products=gives_float32_products(torch.device(device)),
+        issue=issue,
     )
     return Calibration(measured, ranks, calibrate_collectives(device, group=group) if ranks > 1 else {})
 
@@ -160,15 +163,37 @@ def _copy_seconds(device: str) -> float:
     return min(_times(lambda: torch.mul(source, 2.0, out=target), device))
 
 
-def _launch(device: str) -> float:
-    """Seconds that a kernel on one element takes, of many launched one after another."""
-    one, count = torch.zeros(1, device=device), 200
+def _launch(device: str) -> tuple[float, float]:
+    """Seconds that a kernel on one element takes, of many launched one after another, and seconds of a GPU's host."""
+    one = torch.zeros(1, device=device)
 
     def launches() -> None:
-        for _ in range(count):
+        for _ in range(_LAUNCHES):
             one.add_(1.0)
 
-    return min(_times(launches, device)) / count
+    if device == "cpu":
+        return min(_times(launches, device)) / _LAUNCHES, 0.0
+    taken = [_behind_products(launches) for _ in range(_REPEATS)]
+    kernels, host = (min(seconds) / _LAUNCHES for seconds in zip(*taken, strict=True))
+    return kernels, host
+
+
+def _behind_products(launches: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a GPU for kernels that were all launched while it had products to compute, and of its host."""
+    size = _MATRIX["cuda"]
+    factor = torch.zeros(size, size, device="cuda", dtype=torch.bfloat16)
+    product = torch.empty_like(factor)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    for _ in range(_PRODUCTS):
+        torch.mm(factor, factor, out=product)
+    first.record()
+    begin = time.perf_counter()
+    launches()
+    host = time.perf_counter() - begin
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3, host
 
 
 def _times(run: Callable[[], Any], device: str) -> list[float]:
@@ -195,18 +220,19 @@ class _Bench:
     def measure(self, kind: str) -> MeasuredCollective:
         ranks = dist.get_world_size(self.group)
         sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES[self.device]]
-        seconds, after_pauses, launches = [], [], []
+        seconds, after_pauses, launches, calls = [], [], [], []
         for nbytes in sizes:
             start, other = (self._collective(kind, nbytes // 4, ranks) for _ in range(2))
             seconds += self.agree([self._in_a_row((start, other), nbytes)])
             returned, ended = self.agree(self._after_a_pause(start, seconds[-1]))
             launches.append(returned)
+            calls += self.agree([self._call(start)])
             after_pauses.append(ended)
         latency, bandwidth = fit(sizes, seconds)
         longer = statistics.median(late - soon for late, soon in zip(after_pauses, seconds, strict=True))
         launch = statistics.median(launches)  # of middling size: what more of it takes is found as load
         load, stretch = self._contention(start, seconds[-1], launch)
-        return MeasuredCollective(latency, bandwidth, load, stretch, max(0.0, longer), launch)
+        return MeasuredCollective(latency, bandwidth, load, stretch, max(0.0, longer), launch, statistics.median(calls))
 
     def _in_a_row(self, starts: Sequence[Callable[[], Pending]], nbytes: int) -> float:
         """Seconds of one of many, each launched before the last one is waited for. One alone, or a few small ones, can
@@ -224,6 +250,15 @@ class _Bench:
             pending.wait()
             batches.append((self._now() - begin) / count)
         return statistics.median(batches[1:])
+
+    def _call(self, start: Callable[[], Pending]) -> float:
+        """Seconds of a GPU's host for one of several in a row; a CPU's are in its launch."""
+        if self.device == "cpu":
+            return 0.0
+        begin = self._now()
+        for _ in range(_CALLS):
+            start().wait()
+        return (time.perf_counter() - begin) / _CALLS
 
     def _after_a_pause(self, start: Callable[[], Pending], estimate: float) -> list[float]:
         """Seconds of the launch, and of all, of one that follows computation, as in a training step: the ranks do not

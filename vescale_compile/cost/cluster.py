@@ -53,6 +53,7 @@ class MeasuredCollective:
         stretch: how many times longer it takes while the device computes beside it, at least 1.
         wakeup: seconds that it takes longer if it does not follow another without a pause.
         launch: seconds for which the launch of one of middling size keeps a CPU from computing; a GPU goes on.
+        call: seconds that a GPU's host takes to launch one, and to have what follows wait for it.
     """
 
     latency: float
@@ -61,6 +62,7 @@ class MeasuredCollective:
     stretch: float = 1.0
     wakeup: float = 0.0
     launch: float = 0.0
+    call: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Cluster:
         within: the link between the ranks of a node.
         between: the link between nodes; its bandwidth is what each rank has of it.
         start: seconds from the launch of a collective to its first step.
+        call: seconds that the host of a GPU takes to launch a collective, and to have what follows wait for it.
         measured: by kind, collectives measured on this very cluster, which are believed before the model.
 
     Raises:
@@ -86,6 +89,7 @@ class Cluster:
     within: Link
     between: Link
     start: float = 0.0
+    call: float = 0.0
     measured: Mapping[str, MeasuredCollective] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -130,6 +134,8 @@ class Cluster:
 # NVLink and 14 us for each over the network.
 _START, _NVLINK_STEP, _NETWORK_STEP = 8.4e-6, 3.4e-6, 14e-6
 
+_CALL = 50e-6
+
 # What collectives reach of a link's bandwidth: 0.75 of NVLink is what the all-gathers of veScale-FSDP's table
 # (arXiv 2602.22437, 64 H800) come to, and nccl-tests shows on A100 and H100; 0.9 of the network is an assumption.
 _NVLINK_EFFICIENCY, _NETWORK_EFFICIENCY = 0.75, 0.9
@@ -159,7 +165,7 @@ def gpu_cluster(name: str, ranks: int) -> Cluster:
     bandwidth, gigabits = _NODES[name]
     within = Link("Infinity Fabric" if name == "mi300x" else "NVLink", bandwidth, _NVLINK_STEP, _NVLINK_EFFICIENCY)
     between = Link("network", gigabits * 1e9 / 8, _NETWORK_STEP, _NETWORK_EFFICIENCY)
-    return Cluster(unit, ranks, 8, within, between, start=_START)
+    return Cluster(unit, ranks, 8, within, between, start=_START, call=_CALL)
 
 
 def wire_cluster(

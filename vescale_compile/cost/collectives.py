@@ -32,6 +32,7 @@ class CollectiveCost:
         stretch: how many times longer it takes while the device computes beside it.
         wakeup: seconds that it takes longer on links that are idle when it is launched.
         launch: seconds for which its launch keeps the device from computing.
+        call: seconds that the host takes to launch it, and to have what follows wait for it; 0 of a CPU.
     """
 
     algorithm: str
@@ -41,6 +42,7 @@ class CollectiveCost:
     stretch: float = 1.0
     wakeup: float = 0.0
     launch: float = 0.0
+    call: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -68,7 +70,7 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
     if found := cluster.measured.get(kind):
         wire_time = nbytes / found.bandwidth
         return CollectiveCost(
-            "measured", found.latency, wire_time, found.load, found.stretch, found.wakeup, found.launch
+            "measured", found.latency, wire_time, found.load, found.stretch, found.wakeup, found.launch, found.call
         )
     candidates = [algorithm(cluster, kind, nbytes) for algorithm in _ALGORITHMS[kind]]
     return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
@@ -78,7 +80,7 @@ def _cost(cluster: Cluster, algorithm: str, steps: tuple[float, float], wire_tim
     within, between = steps
     latency = cluster.start + within * cluster.within.latency + between * cluster.between.latency
     used = [cluster.within] * (cluster.local_ranks > 1) + [cluster.between] * (cluster.nodes > 1)
-    return CollectiveCost(algorithm, latency, wire_time, max(link.load for link in used))
+    return CollectiveCost(algorithm, latency, wire_time, max(link.load for link in used), call=cluster.call)
 
 
 def _ring(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:

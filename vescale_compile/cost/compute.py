@@ -61,6 +61,17 @@ def compute_seconds(nodes: Iterable[fx.Node], device: Device, *, fused: bool = T
     return {node: _seconds(plain_node(node) or node, device, formulas, fused) for node in nodes}
 
 
+def issue_seconds(seconds: Mapping[fx.Node, float], device: Device, *, fused: bool = True) -> dict[fx.Node, float]:
+    """Seconds that the host of a device takes to launch each node's kernel; a node that joins another's takes none, nor
+    does one that takes the device no time.
+
+    Args:
+        seconds: what :func:`compute_seconds` says of the nodes.
+        device, fused: as it was given.
+    """
+    return {node: device.issue * bool(taken and not _joins(node, fused)) for node, taken in seconds.items()}
+
+
 def operator_key(node: fx.Node) -> str:
     """What a node's time depends on: its operator, and shape, strides and dtype of its tensors."""
     tensors = (tensor for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val")))
@@ -87,8 +98,12 @@ def _seconds(node: fx.Node, device: Device, formulas: Mapping[Any, Callable[...,
     inside = fused and _fusible(node)
     traffic = _bytes_read(node, inside) + _bytes_written(node, inside)
     seconds = device.seconds(count, traffic, _factor_dtype(node, device) if count else "")
-    joins = inside and any(_fusible(source) for source in _sources(node))
-    return seconds - device.launch_overhead if joins else seconds
+    return seconds - device.launch_overhead if _joins(node, fused) else seconds
+
+
+def _joins(node: fx.Node, fused: bool) -> bool:
+    """Whether a node is computed by a kernel that others have begun."""
+    return fused and _fusible(node) and any(_fusible(source) for source in _sources(node))
 
 
 def _whole_seconds(node: fx.Node, device: Device, count: int) -> float:

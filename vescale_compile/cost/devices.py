@@ -32,6 +32,8 @@ class Device:
             before its peaks.
         float32_products: whether its library gives matrix products of half precision as the float32 that they are
             summed up in.
+        issue: seconds that its host takes to launch a kernel, while the device may be at work on those before; 0 of a
+            CPU, which is its own host.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Device:
     launch_overhead: float
     operators: Mapping[str, float] = field(default_factory=dict)
     float32_products: bool = False
+    issue: float = 0.0
 
     def __post_init__(self) -> None:
         positive = {"memory_bandwidth": self.memory_bandwidth, **self.peak_flops}
@@ -52,8 +55,9 @@ class Device:
         for what in ("compute_efficiency", "bandwidth_efficiency"):
             if not 0 < getattr(self, what) <= 1:
                 raise ValueError(f"device {self.name!r}: {what} is {getattr(self, what)}; it must be in (0, 1]")
-        if not 0 <= self.launch_overhead < math.inf:
-            raise ValueError(f"device {self.name!r}: launch_overhead is {self.launch_overhead} s; give 0 or more")
+        for what in ("launch_overhead", "issue"):
+            if not 0 <= getattr(self, what) < math.inf:
+                raise ValueError(f"device {self.name!r}: {what} is {getattr(self, what)} s; give 0 or more")
 
     def lacks(self, nbytes: int) -> int:
         """Bytes by which ``nbytes`` exceed its memory; 0 where they fit, and where that is not known."""
@@ -102,7 +106,8 @@ def _bits(dtype: str) -> int:
 
 
 def _gpu(name: str, flops: Mapping[str, float], bandwidth: float, gigabytes: int, *, nvidia: bool = True) -> Device:
-    return Device(name, flops, bandwidth, gigabytes * 10**9, 0.65, 0.85, 4e-6, float32_products=nvidia)
+    capacity = gigabytes * 10**9
+    return Device(name, flops, bandwidth, capacity, 0.65, 0.85, 4e-6, float32_products=nvidia, issue=10e-6)
 
 
 _HOPPER = {

@@ -17,8 +17,8 @@ class Bound:
     """Lower bounds on the makespan of every schedule of a graph within a budget, seconds.
 
     Attributes:
-        compute: all the computation, and what launches and transfers take of the compute device. Those of repeated
-            transfers are left out.
+        compute: all the computation, and what launches and transfers take of the compute device; or, if that is longer,
+            all that the host has to issue. What repeated transfers take is left out.
         communication: all that the wire must carry. Repeated transfers are left out as far as the budget could at best
             allow it, and those that may share collectives pay one latency.
         critical_path: the longest chain of what must follow one another: the transfers that a position needs, one
@@ -41,7 +41,7 @@ def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     room = [(_UNLIMITED if budget is None else budget) - nbytes for nbytes in _held(graph)]
     reached = _reached(graph)
     return Bound(
-        compute=graph.elapsed[-1] + _taken(graph),
+        compute=max(graph.elapsed[-1] + _taken(graph), _issued(graph)),
         communication=max(0.0, _seconds(graph.transfers) - _most_saved(graph, room)),
         critical_path=max(reached[-1], _longest_tail(graph, reached, room)),
     )
@@ -58,6 +58,22 @@ def _taken(graph: TaskGraph) -> float:
             launches += transfer.launch
             loaded += share * transfer.wire_time
     return launches + max(0.0, loaded - launches * most)
+
+
+def _issued(graph: TaskGraph) -> float:
+    """What the host takes at least to issue everything: mergeable transfers could all be launched by one call."""
+    total = graph.issued[-1]
+    shared: dict[tuple[str, str], float] = defaultdict(float)
+    for transfer in graph.transfers:
+        if transfer.repeats is not None:
+            continue
+        total += transfer.issue
+        if transfer.merge is None:
+            total += transfer.call
+        else:
+            group = transfer.merge, transfer.lane
+            shared[group] = max(shared[group], transfer.call)
+    return total + sum(shared.values())
 
 
 def _held(graph: TaskGraph) -> list[int]:
@@ -92,26 +108,28 @@ def _seconds(transfers: Iterable[Transfer]) -> float:
 
 
 def _reached(graph: TaskGraph) -> list[float]:
-    """Seconds before which no schedule reaches each position, and the end; transfers that may be left out apart."""
+    """Seconds before which no schedule reaches each position, and the end; transfers that may be left out apart, and
+    calls but for the first one's, which others may share."""
     due: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in graph.transfers:
         if transfer.repeats is None and transfer.deadline is not None:
             due[transfer.deadline].append(transfer)
     reached = [0.0]
-    launches = 0.0
+    launches = issue = 0.0
     brought: list[Transfer] = []
     for position, compute in enumerate(graph.compute):
         for transfer in due[position]:
             launches += transfer.launch
+            issue += transfer.issue
             if transfer.ready:
                 writer = transfer.ready - 1
                 done = reached[writer] + graph.compute[writer].duration + transfer.duration
             else:
                 brought.append(transfer)
-                done = _seconds(brought)
+                done = min(each.issue + each.call for each in brought) + _seconds(brought)
             reached[position] = max(reached[position], done)
-        reached[position] = max(reached[position], graph.elapsed[position] + launches)
-        reached.append(reached[position] + compute.duration)
+        reached[position] = max(reached[position], graph.elapsed[position] + launches, graph.issued[position] + issue)
+        reached.append(max(reached[position] + compute.duration, graph.issued[position + 1] + issue))
     return reached
 
 

@@ -14,7 +14,8 @@ class CoarseGraph:
 
     Attributes:
         graph: with the other one's transfers. Within a task no transfer becomes ready or is due, and no buffer
-            begins or ends to live: all that is lost is the places in between at which a transfer could be launched.
+            begins or ends to live: all that is lost is the places in between at which a transfer could be launched, and
+            where in a task its host keeps the device waiting.
         starts: by task, the position of its first one in the other graph; at last, the number of tasks there.
     """
 
@@ -55,8 +56,8 @@ def coarsen(graph: TaskGraph, pieces: int) -> CoarseGraph:
         piece[start:stop] = [index] * (stop - start)
         parts = graph.compute[start:stop]
         name = parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}"
-        duration = sum(part.duration for part in parts)
-        tasks.append(Compute(name, duration, max(part.live_bytes for part in parts)))
+        duration, issue = sum(part.duration for part in parts), sum(part.issue for part in parts)
+        tasks.append(Compute(name, duration, max(part.live_bytes for part in parts), issue))
     transfers = tuple(
         replace(
             transfer,

@@ -5,6 +5,7 @@ Times are in seconds, memory in bytes. A *position* is an index into the computa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ class Compute:
         name: for reports and errors.
         duration: seconds, with the device to itself.
         live_bytes: memory live while it runs, but for the buffers of transfers: activations, shards, states.
+        issue: seconds that the host takes to launch its kernels, one by one. It may be ahead of a device; 0 where it is
+            the device.
     """
 
     name: str
     duration: float
     live_bytes: int = 0
+    issue: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Transfer:
         stretch: how many times longer it takes while the device computes beside it, at least 1.
         wakeup: seconds that it takes longer if the wire is idle when it is launched; of merged transfers, the most.
         launch: seconds for which its launch keeps the device from computing; merged transfers pay each.
+        issue: seconds that the host takes for what it launches of it alone; merged transfers pay each.
+        call: seconds that the host takes for the call of a collective; merged transfers pay it once, the longest.
         repeats: index of the earlier transfer whose output this one brings once more (the gather for the
             backward): a schedule may keep that output instead.
         merge: transfers of equal ``merge`` may share one collective; None for those that may not.
@@ -71,6 +77,8 @@ class Transfer:
     stretch: float = 1.0
     wakeup: float = 0.0
     launch: float = 0.0
+    issue: float = 0.0
+    call: float = 0.0
     repeats: int | None = None
     merge: str | None = None
     block: str = ""
@@ -94,6 +102,11 @@ class Transfer:
 def seconds_together(transfers: Sequence[Transfer]) -> float:
     """What transfers take as one collective, with the wire to itself."""
     return max(transfer.latency for transfer in transfers) + sum(transfer.wire_time for transfer in transfers)
+
+
+def issue_together(transfers: Sequence[Transfer]) -> float:
+    """What the host takes to launch transfers as one collective."""
+    return max(transfer.call for transfer in transfers) + sum(transfer.issue for transfer in transfers)
 
 
 Bytes = tuple[int, int]
@@ -123,11 +136,12 @@ class TaskGraph:
         if not self.compute:
             raise ValueError("a task graph needs at least one compute task")
         for compute in self.compute:
-            if not 0 <= compute.duration < math.inf or compute.live_bytes < 0:
-                raise ValueError(
-                    f"compute task {compute.name!r}: duration {compute.duration} s and live_bytes "
-                    f"{compute.live_bytes} must be finite and not negative"
-                )
+            numbers = {"duration": compute.duration, "live_bytes": compute.live_bytes, "issue": compute.issue}
+            for what, value in numbers.items():
+                if not 0 <= value < math.inf:
+                    raise ValueError(
+                        f"compute task {compute.name!r}: {what} is {value}; it must be finite and not negative"
+                    )
         names: set[str] = set()
         for index, transfer in enumerate(self.transfers):
             if transfer.name in names:
@@ -139,11 +153,12 @@ class TaskGraph:
     @cached_property
     def elapsed(self) -> tuple[float, ...]:
         """Seconds of compute before each position, and at last before the end."""
-        total, sums = 0.0, [0.0]
-        for compute in self.compute:
-            total += compute.duration
-            sums.append(total)
-        return tuple(sums)
+        return tuple(itertools.accumulate((compute.duration for compute in self.compute), initial=0.0))
+
+    @cached_property
+    def issued(self) -> tuple[float, ...]:
+        """Seconds that the host takes for the compute tasks before each position, and at last for all."""
+        return tuple(itertools.accumulate((compute.issue for compute in self.compute), initial=0.0))
 
     def split(self, received: int, sent: int) -> Bytes:
         """Bytes by the memory that they lie in."""
@@ -176,10 +191,9 @@ class TaskGraph:
             return f"load {transfer.load} must be in [0, 1)"
         if not 1 <= transfer.stretch < math.inf:
             return f"stretch {transfer.stretch} must be at least 1"
-        if not 0 <= transfer.wakeup < math.inf:
-            return f"wakeup {transfer.wakeup} s must be finite, not negative"
-        if not 0 <= transfer.launch < math.inf:
-            return f"launch {transfer.launch} s must be finite, not negative"
+        for what in ("wakeup", "launch", "issue", "call"):
+            if not 0 <= getattr(transfer, what) < math.inf:
+                return f"{what} {getattr(transfer, what)} s must be finite, not negative"
         return None
 
     def _repeat_problem(self, index: int, transfer: Transfer) -> str | None:

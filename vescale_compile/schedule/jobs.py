@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_compile.schedule.graph import Bytes, TaskGraph, seconds_together
+from vescale_compile.schedule.graph import Bytes, TaskGraph, issue_together, seconds_together
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 
@@ -24,6 +24,7 @@ class Job:
         deadline: the position before which it must be done; the number of positions where that is the end.
         duration: seconds, with the wire to itself.
         launch: seconds that its launch takes.
+        issue: seconds that the host takes for it.
         taken: bytes that its launch adds to what is held, by memory.
         returned: bytes that its wait gives back.
         kept_bytes: that it takes of the first memory, and its wait does not give back.
@@ -34,6 +35,7 @@ class Job:
     deadline: int
     duration: float
     launch: float
+    issue: float
     taken: Bytes
     returned: Bytes
     kept_bytes: int
@@ -113,6 +115,7 @@ def job_of(graph: TaskGraph, group: tuple[int, ...]) -> Job:
         deadline=min(deadlines),
         duration=seconds_together(parts),
         launch=sum(part.launch for part in parts),
+        issue=issue_together(parts),
         taken=graph.split(received, scratch),
         returned=graph.split(0, scratch + sum(part.input_bytes for part in parts)),
         kept_bytes=received,

@@ -128,11 +128,12 @@ class _Walk:
         self.returning_at = [[0] * (self.end + 1) for _ in range(2)]  # of which before each position
         self.to_carry = sum(job.duration for job in frame.jobs)  # seconds of the wire, for launches that are to come
         self.launches = sum(job.launch for job in frame.jobs)  # seconds that those launches take
+        self.to_issue = graph.issued[-1] + sum(job.issue for job in frame.jobs)  # seconds that the host takes for all
 
     def least_makespan(self) -> float:
         """Seconds that the program will take at least."""
         to_do = self.elapsed[-1] - self.elapsed[self.machine.position] + self.launches
-        return self.machine.now + max(to_do, self.to_carry + self.machine.backlog(), 0.0)
+        return max(self.machine.now + max(to_do, self.to_carry + self.machine.backlog(), 0.0), self.to_issue)
 
     def step(self, position: int) -> None:
         """Schedules all up to the end of one compute task."""
@@ -172,7 +173,8 @@ class _Walk:
         machine = self.machine
         due = [job for job in self.frame.due[position] if job.transfers in machine.outstanding]
         stall = max((machine.backlog(job.transfers[0]) for job in due), default=0.0)
-        return stall + machine.graph.compute[position].duration
+        compute = machine.graph.compute[position]
+        return max(stall + compute.duration, machine.issued + compute.issue - machine.now)
 
     def _choose(self, position: int) -> Job | None:
         candidates = self.written[:]

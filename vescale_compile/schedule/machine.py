@@ -8,6 +8,8 @@ record. Times are in seconds, memory in bytes.
   after the computation that precedes it in the program (as a stream waits for the event recorded at a launch).
 - There is one wire. Lanes that are busy at the same time share it equally.
 - A launch takes time in which nothing is computed, and what is in flight, the collective itself too, goes on.
+- The host issues the program, kernel by kernel, and waits for nothing: it may be ahead of the device. Nothing begins
+  before it has been issued, and no compute task is over before all of it has.
 - A collective that is launched while nothing goes over the wire takes longer, by its wakeup.
 - A transfer that loads the compute device slows the computation that runs beside it, and may be slowed by it.
 - Memory follows the program, not the clock, so it does not depend on the durations being right: a buffer lives
@@ -16,7 +18,7 @@ record. Times are in seconds, memory in bytes.
 
 from __future__ import annotations
 
-from vescale_compile.schedule.graph import TaskGraph, seconds_together
+from vescale_compile.schedule.graph import TaskGraph, issue_together, seconds_together
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.program import Instruction, Launch, Run, Wait
 
@@ -53,6 +55,8 @@ class Machine:
         runs: start and stop of each compute task so far, seconds.
         busy_until: seconds at which the last computation or launch ended.
         exposed: seconds for which the computation has stood still in waits.
+        issued: seconds at which the host has issued all instructions so far.
+        starved: seconds for which the device has stood still until the host had issued what is next.
     """
 
     def __init__(self, lifetimes: Lifetimes) -> None:
@@ -69,6 +73,8 @@ class Machine:
         self.runs: list[tuple[float, float]] = []
         self.busy_until = 0.0
         self.exposed = 0.0
+        self.issued = 0.0
+        self.starved = 0.0
         self._lanes: dict[str, list[Collective]] = {}
         self._sent = int(self.graph.apart)  # the memory in which inputs lie
 
@@ -95,6 +101,7 @@ class Machine:
         """Starts a collective, or queues it behind those of its lane."""
         self._check_launch(transfers)
         parts = [self.graph.transfers[index] for index in transfers]
+        self._issue(issue_together(parts))
         self.instructions.append(Launch(transfers))
         self.launched.update(transfers)
         collective = Collective(self.graph, transfers)
@@ -109,6 +116,7 @@ class Machine:
         self._hold(sum(part.output_bytes for part in parts), sum(part.scratch_bytes for part in parts))
         self._note(self.graph.live_before(self.position))
         self._spend(sum(part.launch for part in parts), computing=False)
+        self.busy_until = self.now
 
     def wait(self, transfers: tuple[int, ...]) -> None:
         """Waits for a collective, and gives its input and its scratch back."""
@@ -137,7 +145,10 @@ class Machine:
         self._hold(0, self.lifetimes.inputs_at[position])
         self._note(compute.live_bytes)
         start = self.now
+        self._issue(0.0)
         self._spend(compute.duration, computing=True)
+        self._issue(compute.issue)
+        self.busy_until = self.now
         self.runs.append((start, self.now))
         self._hold(-self.lifetimes.outputs_after[position], 0)
         self.position += 1
@@ -152,11 +163,17 @@ class Machine:
         self.most[0] = max(self.most[0], self.held[0] + live)
         self.most[1] = max(self.most[1], self.held[1])
 
+    def _issue(self, seconds: float) -> None:
+        """Has the host issue for so long, and the device stand still until that is done."""
+        self.issued += seconds
+        before = self.now
+        self._spend(self.issued - self.now, computing=False)
+        self.starved += self.now - before
+
     def _spend(self, seconds: float, computing: bool) -> None:
         """Does what takes so long where nothing is in flight."""
         while seconds > 0:
             seconds = self._advance(seconds, computing)
-        self.busy_until = self.now
 
     def backlog(self, through: int | None = None) -> float:
         """Seconds that the wire has still to carry: all, or what lies before the end of the transfer ``through``."""

@@ -26,12 +26,14 @@ class TransferSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. ``makespan = compute + exposed + slowdown``; times in seconds, memory in bytes.
+    """A simulated step. ``makespan = compute + exposed + starved + slowdown``; times in seconds, memory in
+    bytes.
 
     Attributes:
         makespan: until everything is done and waited for.
         compute: sum of the compute tasks' durations.
         exposed: time in which the computation stands still and waits.
+        starved: time in which the computation stands still until the host has launched what is next.
         slowdown: time that the computation lost to launches, and to transfers that load the compute device.
         communication: sum of the transfers' durations, each with the wire to itself.
         peak_bytes: the most memory live at any instruction; of memories that are apart, each at its fullest.
@@ -43,6 +45,7 @@ class Timeline:
     makespan: float
     compute: float
     exposed: float
+    starved: float
     slowdown: float
     communication: float
     peak_bytes: int
@@ -76,7 +79,8 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
         makespan=machine.now,
         compute=compute,
         exposed=machine.exposed,
-        slowdown=max(0.0, machine.now - compute - machine.exposed),
+        starved=machine.starved,
+        slowdown=max(0.0, machine.now - compute - machine.exposed - machine.starved),
         communication=communication,
         peak_bytes=machine.peak,
         runs=tuple(machine.runs),
