@@ -1,9 +1,12 @@
 """Predicted and measured steps of one rank on a GPU, side by side: ``python bench/predict_gpu.py``.
 
-The rank is one of ``--world`` whose collectives send nothing, so that a step is its computation, which is predicted
+The rank is one of ``--world`` whose collectives send nothing, so that a step is its computation, and what its GPU waits
+for the host to launch. Both are predicted
 
-- by the cost model's table of devices (``--cluster``), from datasheets and two shares of their peaks that are assumed;
-- by a calibration of this GPU, made here: one large product in each dtype, one copy, and launches.
+- by the cost model's table of devices (``--cluster``), from datasheets, two shares of their peaks that are assumed, and
+  an assumed time of launches;
+- by a calibration of this GPU, made here: one large product in each dtype, one copy, and launches. The time of a
+  collective's launch, which takes several ranks to measure, stays the table's.
 
 Models are the examples', and with ``--layers`` the first layers of published ones, as Hugging Face has them, whose
 activations are checkpointed (see published.py). Of a measured step a profile tells how long its GPU computes; the rest
@@ -66,7 +69,7 @@ class Cell:
         steps: forward, backward and optimizer, each from a device at rest to a device at rest.
         optimizer: of them the optimizer's part, median.
         busy: of a profiled step, in which kernels run on the stream that computes.
-        by_table, by_calibration: predicted computation of a step, the optimizer's with it.
+        by_table, by_calibration: predicted computation of a step, the optimizer's with it, and waiting for launches.
         peak: of tensors in a step.
         planned: the same before the first one.
     """
@@ -112,7 +115,7 @@ def _cell(name: str, args: argparse.Namespace, table: Cluster, calibrated: Clust
 
     def predicted(cluster: Cluster) -> float:
         found = vc.simulate(make("meta"), **shapes, cluster=cluster, world_size=args.world, shard=shard)
-        return found.compute_seconds + found.optimizer_seconds
+        return found.compute_seconds + found.starved_seconds + found.optimizer_seconds
 
     by_table, by_calibration = predicted(table), predicted(calibrated)
     nothing.join(args.world)

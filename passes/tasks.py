@@ -26,7 +26,7 @@ from .edit import nbytes_of, order_of
 from .moves import CASTS
 
 _FUSED_BLOCKS = 2
-_OPERATORS = 4
+_UNIT = 4  # kernels that a host launches in the time it takes for a unit: its launch, its wait, its gradients
 _COALESCED = (ops.start_all_gather, ops.start_reduce_scatter)
 
 
@@ -220,7 +220,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         launch=cost.launch,
-        issue=_OPERATORS * cluster.device.issue,
+        issue=_UNIT * cluster.device.issue,
         call=cost.call + average.call,
         merge=_merge(each, context),
         block=context.units[each.unit].block,

@@ -3,6 +3,7 @@
 Where PyTorch is built with CUDA: ``make test TORCH=torch==2.11.0 VENV=.venv-cuda ARGS=tests/test_null_gpu.py``.
 """
 
+import itertools
 import json
 import os
 import re
@@ -227,6 +228,13 @@ def test_the_last_micro_batch_reduces_each_unit_while_it_computes(accumulating_r
     assert kinds.count("reduce_scatter") == accumulating_run.units
     first = kinds.index("reduce_scatter")
     assert kinds.index("micro_batch") < first and "product" in kinds[first:]
+
+
+def test_gathers_that_are_joined_cast_their_shards_in_one_kernel(run: Trained) -> None:
+    streams = {line[1] for line in run.of("all_gather")}
+    kinds = [line[0] for line in run.of("kernel", "all_gather") if line[1] in streams]
+    joined = [kind for kind, _ in itertools.groupby(kinds)].count("all_gather")
+    assert kinds.count("kernel") == joined < kinds.count("all_gather")
 
 
 def test_of_gradients_that_accumulate_the_first_are_copied_once_a_unit(accumulating_run: Trained) -> None:

@@ -134,6 +134,8 @@ class Cluster:
 # NVLink and 14 us for each over the network.
 _START, _NVLINK_STEP, _NETWORK_STEP = 8.4e-6, 3.4e-6, 14e-6
 
+# What a host takes to launch one of nccl's collectives on a stream of its own: assumed, by what PyTorch 2.11 takes on
+# servers' CPUs where nothing is sent.
 _CALL = 50e-6
 
 # What collectives reach of a link's bandwidth: 0.75 of NVLink is what the all-gathers of veScale-FSDP's table

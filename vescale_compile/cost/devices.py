@@ -1,7 +1,8 @@
 """Compute devices: what they do in a second at most, and which share of it programs reach.
 
 Peaks are the vendors' published dense figures (without sparsity), per device. The efficiencies of the table are
-assumptions, typical of large matrix products and of long copies; ``calibrate`` measures them for a device at hand.
+assumptions, typical of large matrix products and of long copies; so is what a host takes to launch a kernel, by what
+that of an H200 took (6.9 to 10.8 us). ``calibrate`` measures them for a device at hand.
 """
 
 from __future__ import annotations
