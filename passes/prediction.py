@@ -28,7 +28,6 @@ class Prediction:
         compute: of the computation, with the device to itself.
         communication: of the collectives, each with the wire to itself.
         exposed: in which the computation stands still and waits.
-        starved: in which the computation stands still until the host has launched what is next.
         slowdown: that the computation loses to launches, and to collectives which take a share of the device.
         least: what no schedule of the graph can beat: the largest of its computation, its communication and its
             critical path.
@@ -36,18 +35,19 @@ class Prediction:
         transfers: the collectives on the wire, in the order of their launches.
         tail: at the end, in which nothing is left to compute or to launch. Of a backward, the optimizer's step may
             begin meanwhile.
+        starved: in which the computation stands still until the host has launched what is next.
     """
 
     seconds: float
     compute: float
     communication: float = 0.0
     exposed: float = 0.0
-    starved: float = 0.0
     slowdown: float = 0.0
     least: float = 0.0
     computation: tuple[Span, ...] = ()
     transfers: tuple[Span, ...] = ()
     tail: float = 0.0
+    starved: float = 0.0
 
 
 def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound) -> Prediction:

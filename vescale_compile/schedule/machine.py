@@ -145,7 +145,6 @@ class Machine:
         self._hold(0, self.lifetimes.inputs_at[position])
         self._note(compute.live_bytes)
         start = self.now
-        self._issue(0.0)
         self._spend(compute.duration, computing=True)
         self._issue(compute.issue)
         self.busy_until = self.now

@@ -26,8 +26,7 @@ class TransferSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. ``makespan = compute + exposed + starved + slowdown``; times in seconds, memory in
-    bytes.
+    """A simulated step, ``makespan = compute + exposed + starved + slowdown``. Times in seconds, memory in bytes.
 
     Attributes:
         makespan: until everything is done and waited for.
