@@ -21,6 +21,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 aten = torch.ops.aten
 _OPERATORS = [
+    aten._foreach_copy_.default,
     aten.add.Tensor,
     aten.add_.Tensor,
     aten.addmm.default,
@@ -71,6 +72,8 @@ def _on_the_cpu(value: Any) -> Any:
 def _computing(operator: OpOverload) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         result = operator(*tree_map(_on_the_cpu, args), **tree_map(_on_the_cpu, kwargs))
+        if not operator._schema.returns:
+            return None
         if operator._schema.is_mutable:
             return kwargs.get("out", args[0])
         device = next(each.device for each in args if isinstance(each, Tensor) and each.device.type == "cuda")
