@@ -78,7 +78,6 @@ class _Search:
         state = (
             machine.position,
             machine.now,
-            max(machine.issued, machine.now),
             _in_flight(machine),
             frozenset(machine.launched),
             frozenset(machine.done),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from vescale_compile.schedule.graph import TaskGraph, Transfer
 
@@ -61,19 +62,9 @@ def _taken(graph: TaskGraph) -> float:
 
 
 def _issued(graph: TaskGraph) -> float:
-    """What the host takes at least to issue everything: mergeable transfers could all be launched by one call."""
-    total = graph.issued[-1]
-    shared: dict[tuple[str, str], float] = defaultdict(float)
-    for transfer in graph.transfers:
-        if transfer.repeats is not None:
-            continue
-        total += transfer.issue
-        if transfer.merge is None:
-            total += transfer.call
-        else:
-            group = transfer.merge, transfer.lane
-            shared[group] = max(shared[group], transfer.call)
-    return total + sum(shared.values())
+    """What the host takes at least to issue everything."""
+    needed = [transfer for transfer in graph.transfers if transfer.repeats is None]
+    return graph.issued[-1] + _joined(needed, attrgetter("issue"), attrgetter("call"))
 
 
 def _held(graph: TaskGraph) -> list[int]:
@@ -96,15 +87,22 @@ def _held(graph: TaskGraph) -> list[int]:
 
 
 def _seconds(transfers: Iterable[Transfer]) -> float:
-    """What transfers take of the wire at least: mergeable ones could all share one collective."""
+    """What transfers take of the wire at least."""
+    return _joined(transfers, attrgetter("wire_time"), attrgetter("latency"))
+
+
+def _joined(
+    transfers: Iterable[Transfer], each: Callable[[Transfer], float], once: Callable[[Transfer], float]
+) -> float:
+    """What transfers take at least that each takes, and a collective once: mergeable ones could all share one."""
     total, shared = 0.0, defaultdict(list)
     for transfer in transfers:
         if transfer.merge is None:
-            total += transfer.duration
+            total += each(transfer) + once(transfer)
         else:
-            total += transfer.wire_time
-            shared[transfer.merge, transfer.lane].append(transfer.latency)
-    return total + sum(max(latencies) for latencies in shared.values())
+            total += each(transfer)
+            shared[transfer.merge, transfer.lane].append(once(transfer))
+    return total + sum(map(max, shared.values()))
 
 
 def _reached(graph: TaskGraph) -> list[float]:
