@@ -173,20 +173,19 @@ def _launch(device: str) -> tuple[float, float]:
 
     if device == "cpu":
         return min(_times(launches, device)) / _LAUNCHES, 0.0
-    taken = [_behind_products(launches) for _ in range(_REPEATS)]
+    factor = torch.zeros(_MATRIX[device], _MATRIX[device], device=device, dtype=torch.bfloat16)
+    product = torch.empty_like(factor)
+    taken = [_behind(lambda: torch.mm(factor, factor, out=product), launches) for _ in range(_REPEATS)]
     kernels, host = (min(seconds) / _LAUNCHES for seconds in zip(*taken, strict=True))
     return kernels, host
 
 
-def _behind_products(launches: Callable[[], None]) -> tuple[float, float]:
+def _behind(multiply: Callable[[], object], launches: Callable[[], None]) -> tuple[float, float]:
     """Seconds of a GPU for kernels that were all launched while it had products to compute, and of its host."""
-    size = _MATRIX["cuda"]
-    factor = torch.zeros(size, size, device="cuda", dtype=torch.bfloat16)
-    product = torch.empty_like(factor)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     for _ in range(_PRODUCTS):
-        torch.mm(factor, factor, out=product)
+        multiply()
     first.record()
     begin = time.perf_counter()
     launches()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-from vescale_compile.schedule.graph import TaskGraph, Transfer
+from vescale_compile.schedule.graph import TaskGraph, Transfer, issue_together
 
 _UNLIMITED = 1 << 62
 
@@ -115,6 +116,7 @@ def _reached(graph: TaskGraph) -> list[float]:
     reached = [0.0]
     launches = issue = 0.0
     brought: list[Transfer] = []
+    first = math.inf  # seconds until the first of them can have been launched
     for position, compute in enumerate(graph.compute):
         for transfer in due[position]:
             launches += transfer.launch
@@ -124,7 +126,8 @@ def _reached(graph: TaskGraph) -> list[float]:
                 done = reached[writer] + graph.compute[writer].duration + transfer.duration
             else:
                 brought.append(transfer)
-                done = min(each.issue + each.call for each in brought) + _seconds(brought)
+                first = min(first, issue_together([transfer]))
+                done = first + _seconds(brought)
             reached[position] = max(reached[position], done)
         reached[position] = max(reached[position], graph.elapsed[position] + launches, graph.issued[position] + issue)
         reached.append(max(reached[position] + compute.duration, graph.issued[position + 1] + issue))
