@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import vescale_compile as vc
 from vescale_compile.__main__ import main
-from vescale_compile.cost import OPTIMIZERS, MeasuredCollective, gpu_cluster
+from vescale_compile.cost import OPTIMIZERS, Cluster, MeasuredCollective, gpu_cluster
 from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.hardware import cluster_for
 from vescale_compile.options import Options
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.quantities import least_text
@@ -81,6 +82,19 @@ def test_the_device_starves_where_its_host_takes_longer_and_the_simulation_says_
     assert starved.starved_seconds > 0 == fed.starved_seconds
     assert fed.step_seconds < starved.step_seconds
     assert re.search(r"starved +[1-9]", str(starved)) and re.search(r"starved +0", str(fed))
+
+
+def test_a_model_is_cut_as_for_the_devices_that_it_is_simulated_on():
+    """Parts of a layer have 2 MiB and more: enough on a CPU, and not on a GPU."""
+
+    def parts_on(cluster: Cluster) -> int:
+        with torch.device("meta"):
+            model = Llama(LlamaConfig(layers=1, dim=512, heads=8, kv_heads=8))
+        (graph,) = simulated(model, cluster=cluster).graphs
+        return sum(unit.name.startswith("layers.0") for unit in graph.units)
+
+    assert parts_on(H100) == 1
+    assert parts_on(cluster_for(None, torch.device("cpu"), 8)) == 4
 
 
 def test_no_step_takes_less_than_the_bound_and_one_whose_units_are_alike_hardly_more():

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from .runtime.boundary import binding_of
 
 _sharding_ranks: ContextVar[int] = ContextVar("ranks that fully_shard is sharding over")
+_simulated: ContextVar[str] = ContextVar("type of the devices that a simulation's mesh stands for")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,21 @@ class DataParallelMesh:
     def where(self) -> str:
         """How messages begin."""
         return f"[rank {self.whole.get_rank()}] "
+
+    @property
+    def device_type(self) -> str:
+        """That the ranks compute on."""
+        return _simulated.get(self.shard.device_type)
+
+
+@contextmanager
+def simulated_on(device_type: str) -> Iterator[None]:
+    """Meanwhile models are sharded as for such devices, whatever their meshes are of."""
+    token = _simulated.set(device_type)
+    try:
+        yield
+    finally:
+        _simulated.reset(token)
 
 
 @contextmanager

@@ -65,9 +65,9 @@ def from_hf_config(path: Path) -> nn.Module:
 
 
 def unit_specs(
-    model: nn.Module, granularity: GranularityRule, world_size: int, alignment_bytes: int
+    model: nn.Module, granularity: GranularityRule, world_size: int, device_type: str, alignment_bytes: int
 ) -> dict[str, list[TensorSpec]]:
-    """The tensors of each unit that ``fully_shard(model)`` would make on so many ranks.
+    """The tensors of each unit that ``fully_shard(model)`` would make on so many ranks of such devices.
 
     Parameters of one unit that differ in dtype or in whether they are trained, or are read at different times, have
     buffers of their own, and so are units of their own here, named ``unit#0``, ``unit#1`` and so on.
@@ -86,7 +86,10 @@ def unit_specs(
         return sum(buffer.shard_bytes for plan in plans for buffer in plan.buffers)
 
     specs = {}
-    for unit in find_units(model, set(), nested_units=False, world_size=world_size, padded_bytes=padded_bytes):
+    units = find_units(
+        model, set(), nested_units=False, world_size=world_size, device_type=device_type, padded_bytes=padded_bytes
+    )
+    for unit in units:
         groups = [group for run in unit.runs for group in group_by_buffer(run)]
         for ordinal, group in enumerate(groups):
             specs[unit.name if len(groups) == 1 else f"{unit.name}#{ordinal}"] = tensors(group)

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     layout = parser.add_argument_group("layout")
     layout.add_argument("--world", type=positive, nargs="+", metavar="N", help="numbers of ranks")
+    layout.add_argument("--device", choices=("cuda", "cpu"), help="what ranks compute on, without --model (cuda)")
     layout.add_argument("--itemsize", type=positive, metavar="BYTES", help="of an element, with --model (2)")
     layout.add_argument("--alignment", type=positive, default=16, metavar="BYTES", help="of a shard (%(default)s)")
     layout.add_argument("--keep-order", action="store_true", help="leave tensors in the model's order")
@@ -86,6 +87,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("give the number of ranks with --world N")
     if args.itemsize is not None and args.model is None:
         raise ValueError("--itemsize goes with --model alone; a module's parameters have their own")
+    if args.device is not None and args.model is not None:
+        raise ValueError("--device goes with --module and --hf-config; a published model's units are its layers")
     if args.plot is not None and (args.json or args.draw or _blocks(args) is not None):
         raise ValueError("--plot draws its own granularities; leave out --json, --draw and block options")
     if args.draw is not None and args.json:
@@ -132,7 +135,7 @@ def _units(args: argparse.Namespace, blocks: Granularity | BlockFP8 | None, worl
         return published(args.model).specs(args.itemsize or 2, rule)
     from vescale_compile.module_shapes import unit_specs
 
-    return unit_specs(_module(args.module, args.hf_config), rule, world_size, args.alignment)
+    return unit_specs(_module(args.module, args.hf_config), rule, world_size, args.device or "cuda", args.alignment)
 
 
 @functools.cache

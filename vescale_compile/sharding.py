@@ -56,11 +56,11 @@ def fully_shard(
     sharded yet. Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s
     becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together, but for two
     cases. One that has units inside has a buffer, and a gather, for what stands before each of them and after (an
-    embedding and a head), if that is a mebibyte or more. And an element of a list has one for each of its parts
-    (attention and the matrices of a feed-forward, say): the smallest modules and parameters inside it, but none inside
-    a list of experts, that have 15 % of its bytes or more, a mebibyte, and 256 KiB for each rank, if that takes hardly
-    more padding. So the second is gathered while the first is computed; call ``fully_shard`` on the elements to gather
-    each at once.
+    embedding and a head), if that is a mebibyte or more, on GPUs 16. And an element of a list has one for each of its
+    parts (attention and the matrices of a feed-forward, say): the smallest modules and parameters inside it, but none
+    inside a list of experts, that have 15 % of its bytes or more, as many mebibytes, and 256 KiB for each rank, if that
+    takes hardly more padding. So the second is gathered while the first is computed; call ``fully_shard`` on the
+    elements to gather each at once.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the
@@ -129,8 +129,14 @@ def fully_shard(
     def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
         return sum(plan.shard_bytes for plan, _ in planned(params))
 
-    ranks = over.shard.size()
-    units = find_units(module, ignored, nested_units=nested, world_size=ranks, padded_bytes=padded_bytes)
+    units = find_units(
+        module,
+        ignored,
+        nested_units=nested,
+        world_size=over.shard.size(),
+        device_type=over.device_type,
+        padded_bytes=padded_bytes,
+    )
     if not units and not nested:  # a root may have nothing but units inside
         where = f"{over.where}fully_shard({type(module).__name__})"
         raise ValueError(f"{where}: no parameters left to shard. {_why_none_is_left(module)}")

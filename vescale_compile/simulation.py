@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from .backend import own_errors, vescale
 from .cost import OPTIMIZERS, Cluster, OptimizerCost
 from .hardware import cluster_for
+from .mesh import simulated_on
 from .quantities import size_text, time_text
 from .ragged.dtensor import RaggedDTensor
 from .report import GraphReport
@@ -184,7 +185,8 @@ def simulate(
     )
     with _fake_group(world_size), _nothing_compiled():
         shapes = _shapes_of(model, mode)
-        shard(shapes)
+        with simulated_on("cuda" if described.device.issue else "cpu"):
+            shard(shapes)
         trained = [p for p in shapes.parameters() if isinstance(p, RaggedDTensor) and p.requires_grad]
         if not any(isinstance(param, RaggedDTensor) for param in shapes.parameters()):
             raise ValueError(

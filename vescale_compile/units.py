@@ -10,8 +10,10 @@ from torch import nn
 
 from .ragged.dtensor import RaggedDTensor
 
-# Of a run, or a part: a collective of less takes as long as one of nothing, or nearly; longer on more ranks.
+# Of a run, or a part: a collective of less takes as long as one of nothing, or nearly; longer on more ranks. A GPU's
+# host takes as long to launch one as NVLink takes to bring 16 MiB.
 _LEAST_BYTES = 1 << 20
+_LEAST_BYTES_OF_GPU = 1 << 24
 _LEAST_BYTES_OF_RANK = 1 << 18
 _LEAST_SHARE = 0.15  # of a block that a part must have: cutting less off leaves a gather nearly as long
 _MOST_PADDING = 1.01  # times the bytes of the whole that parts may take
@@ -40,7 +42,13 @@ class UnitMembers:
 
 
 def find_units(
-    module: nn.Module, ignored: set[nn.Parameter], *, nested_units: bool, world_size: int, padded_bytes: PaddedBytes
+    module: nn.Module,
+    ignored: set[nn.Parameter],
+    *,
+    nested_units: bool,
+    world_size: int,
+    device_type: str,
+    padded_bytes: PaddedBytes,
 ) -> list[UnitMembers]:
     """The units that ``fully_shard(module)`` makes, inner ones first.
 
@@ -50,17 +58,19 @@ def find_units(
         nested_units: whether modules inside ``module`` are units already. If not, each element of every
             outermost ``nn.ModuleList`` becomes a unit, and the rest another.
         world_size: ranks to shard over.
+        device_type: that the ranks compute on, such as "cuda".
         padded_bytes: an element of a list is not cut where its parts would take more than the whole.
     """
     taken: set[nn.Parameter] = set(ignored)
+    least = _LEAST_BYTES if device_type == "cpu" else _LEAST_BYTES_OF_GPU
     units = []
     for path, block in [] if nested_units else _list_elements(module, ""):
         params = {_join(path, name): param for name, param in block.named_parameters() if _is_free(param, taken)}
         if params:
-            parts = _by_part(block, params, world_size, padded_bytes)
+            parts = _by_part(block, params, max(least, _LEAST_BYTES_OF_RANK * world_size), padded_bytes)
             units.append(UnitMembers(path, block, parts, is_cut=len(parts) > 1))
             taken.update(params.values())
-    if rest := _around_units(module, taken, ignored):
+    if rest := _around_units(module, taken, ignored, least):
         units.append(UnitMembers("(root)", module, rest, is_cut=False))
     return units
 
@@ -69,10 +79,12 @@ def _is_free(param: nn.Parameter, taken: set[nn.Parameter]) -> bool:
     return param not in taken and not isinstance(param, RaggedDTensor)
 
 
-def _around_units(module: nn.Module, taken: set[nn.Parameter], ignored: set[nn.Parameter]) -> tuple[_Run, ...]:
+def _around_units(
+    module: nn.Module, taken: set[nn.Parameter], ignored: set[nn.Parameter], least: int
+) -> tuple[_Run, ...]:
     """Parameters that no unit has, cut where those of units inside stand between them.
 
-    A run too small for a collective of its own stays with the one before, or after.
+    A run of less than ``least`` bytes stays with the one before, or after.
     """
     runs: list[_Run] = [{}]
     for name, param in module.named_parameters():
@@ -82,17 +94,17 @@ def _around_units(module: nn.Module, taken: set[nn.Parameter], ignored: set[nn.P
             runs.append({})
     joined: list[_Run] = []
     for run in filter(None, runs):
-        if joined and min(_nbytes(run.values()), _nbytes(joined[-1].values())) < _LEAST_BYTES:
+        if joined and min(_nbytes(run.values()), _nbytes(joined[-1].values())) < least:
             joined[-1].update(run)
         else:
             joined.append(run)
     return tuple(joined)
 
 
-def _by_part(block: nn.Module, params: _Run, world_size: int, padded_bytes: PaddedBytes) -> tuple[_Run, ...]:
+def _by_part(block: nn.Module, params: _Run, least: int, padded_bytes: PaddedBytes) -> tuple[_Run, ...]:
     """A block's parameters by the part that holds them, attention and the matrices of a feed-forward, say: each is
-    gathered while those before are computed, and reduced while the next are."""
-    least = max(_LEAST_BYTES, _LEAST_BYTES_OF_RANK * world_size, _LEAST_SHARE * _nbytes(params.values()))
+    gathered while those before are computed, and reduced while the next are. A part has ``least`` bytes at least."""
+    enough = max(least, _LEAST_SHARE * _nbytes(params.values()))
 
     def cut(held: set[nn.Parameter], pieces: Iterable[nn.Module | nn.Parameter]) -> list[_Run]:
         """What is held, cut into those of its pieces, and of theirs, that have at least that many bytes.
@@ -104,7 +116,7 @@ def _by_part(block: nn.Module, params: _Run, world_size: int, padded_bytes: Padd
         left = held
         for piece in pieces:
             inside = left.intersection([piece] if isinstance(piece, nn.Parameter) else piece.parameters())
-            if _nbytes(inside) >= least:
+            if _nbytes(inside) >= enough:
                 parts += cut(inside, _pieces(piece))
                 left = left.difference(inside)
         whole = {name: param for name, param in params.items() if param in held}

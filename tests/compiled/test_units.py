@@ -10,6 +10,7 @@ from torch import nn
 
 import vescale_compile as vc
 from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.mesh import simulated_on
 from vescale_compile.sharded_module import buffers_in
 
 
@@ -138,6 +139,12 @@ def test_a_part_of_little_of_its_block_stays_with_the_first():
 
 def test_parts_of_less_than_a_mebibyte_share_a_buffer():
     assert list(buffers_of_layer(layer_of(255, 255))) == ["0"]
+
+
+def test_on_gpus_parts_have_sixteen_mebibytes():
+    with simulated_on("cuda"):
+        assert list(buffers_of_layer(layer_of(4095, 4095))) == ["0"]
+        assert list(buffers_of_layer(layer_of(4096, 4096))) == ["0#0", "0#1"]
 
 
 def test_a_part_is_cut_into_its_own_parts():

@@ -109,6 +109,23 @@ def test_a_module_is_planned_in_the_units_that_fully_shard_makes(capsys: pytest.
     ]
 
 
+class Layer(nn.Module):
+    """Two matrices of 2 MiB, which are parts of their own on CPUs, and not on GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512))])
+
+
+def test_a_module_is_planned_for_the_devices_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def units(*device: str) -> list[str]:
+        (found,) = figures(capsys, "--module", "test_plan_command:Layer", "--world", "2", *device)
+        return [row["name"] for row in found["units"]]
+
+    assert units() == units("--device", "cuda") == ["layers.0"]
+    assert units("--device", "cpu") == ["layers.0#0", "layers.0#1"]
+
+
 def test_a_hugging_face_config_is_built_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 80}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -130,6 +147,7 @@ def test_draw_shows_the_buffers_of_a_unit(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--model", "gpt-oss-120b"], "give the number of ranks with --world N"),
         (["--module", "json:loads", "--world", "2", "--itemsize", "4"], "--itemsize goes with --model alone"),
+        (["--model", "gpt-oss-120b", "--world", "2", "--device", "cpu"], "--device goes with --module and"),
         (["--module", "json", "--world", "2"], "'json' is not of the form package.module:factory"),
         (["--module", "json:no_such", "--world", "2"], "no attribute 'no_such'"),
         (["--module", "no_such_module:f", "--world", "2"], "No module named 'no_such_module'"),

@@ -5,7 +5,7 @@ import torch
 from cases import shard
 from ranks import on_ranks
 
-from vescale_compile.ragged.arriving import ArrivingDTensor, arriving
+from vescale_compile.ragged.arriving import ArrivingDTensor
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 
@@ -28,6 +28,10 @@ class Arrival:
 
 def sharded(value: float) -> RaggedDTensor:
     return shard(torch.full(SHAPE, value), RaggedShard((0,), (3, 2)))
+
+
+def arriving(tensor: RaggedDTensor, arrival: Arrival) -> RaggedDTensor:
+    return tensor.with_arriving(tensor.to_local(), arrival)
 
 
 def updated_by(step) -> tuple[list[Arrival], list[RaggedDTensor]]:

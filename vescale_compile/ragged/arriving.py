@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale_compile.ragged.dtensor import Arrival, RaggedDTensor, take_foreach_form, wrap
 from vescale_compile.torch_internals import honor_torch_dispatch
@@ -45,7 +46,7 @@ class ArrivingDTensor(RaggedDTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd does it to every gradient that it stores
-            return arriving(args[0], args[0]._arrival)
+            return arriving(args[0]._elements, args[0]._spec, args[0]._arrival)
         if _returns_view(func):
             args = (args[0]._arrived(), *args[1:])
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -55,7 +56,7 @@ class ArrivingDTensor(RaggedDTensor):
         inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> ArrivingDTensor:
         plain = RaggedDTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        return arriving(plain, None)
+        return arriving(plain._local_tensor, plain._spec, None)
 
 
 def _returns_view(func: OpOverload) -> bool:
@@ -63,11 +64,10 @@ def _returns_view(func: OpOverload) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def arriving(tensor: RaggedDTensor, arrival: Arrival | None) -> ArrivingDTensor:
-    """``tensor``, whose elements come with ``arrival``."""
-    local = tensor._elements if isinstance(tensor, ArrivingDTensor) else tensor._local_tensor
-    result: ArrivingDTensor = ArrivingDTensor(local.new_empty(0), tensor._spec, requires_grad=False)
-    result._local_tensor, result._arrival = local, arrival
+def arriving(local: torch.Tensor, spec: DTensorSpec, arrival: Arrival | None) -> ArrivingDTensor:
+    """:func:`wrap` of elements that come with ``arrival``."""
+    result = cast(ArrivingDTensor, wrap(local, spec, kind=ArrivingDTensor))
+    result._arrival = arrival
     return result
 
 

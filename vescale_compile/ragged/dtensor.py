@@ -41,6 +41,10 @@ class RaggedDTensor(DTensor):
     instead.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # DTensor's does nothing either, but hides from Dynamo while it does, which takes longer than all of __new__.
+        pass
+
     @property
     def data(self) -> torch.Tensor:
         """This tensor, detached from autograd, as of ``torch.Tensor``. Another can't be assigned to it: PyTorch would
@@ -140,12 +144,15 @@ class RaggedDTensor(DTensor):
         Raises:
             ValueError: another shape, or not contiguous.
         """
+        self._check_local(local)
+        return wrap(local, self._spec)
+
+    def _check_local(self, local: torch.Tensor) -> None:
         if local.shape != self._local_tensor.shape or not local.is_contiguous():
             raise ValueError(
                 f"with_local on {self!r}: the local tensor must be contiguous with shape "
                 f"{tuple(self._local_tensor.shape)}, got shape {tuple(local.shape)}, strides {local.stride()}"
             )
-        return wrap(local, self._spec)
 
     def share_mesh(self, other: DTensor) -> None:
         """Takes the mesh and the placement of a tensor that is laid out alike, equal to its own, in their place."""
@@ -155,7 +162,8 @@ class RaggedDTensor(DTensor):
         """:meth:`with_local` of elements that are on their way: whoever first asks for them waits for ``arrival``."""
         from vescale_compile.ragged.arriving import arriving
 
-        return arriving(self.with_local(local), arrival)
+        self._check_local(local)
+        return arriving(local, self._spec, arrival)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's elements, one-dimensional, aliasing this tensor. Differentiable.
@@ -304,15 +312,18 @@ class Arrival(Protocol):
         """Returns when they may be read."""
 
 
-def wrap(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> RaggedDTensor:
-    """A RaggedDTensor that aliases `local`, with `spec`'s layout and `local`'s dtype. Nothing is checked."""
+def wrap(
+    local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False, kind: type[RaggedDTensor] | None = None
+) -> RaggedDTensor:
+    """A RaggedDTensor, or one of another kind, that aliases `local`, with `spec`'s layout and `local`'s dtype. Nothing
+    is checked."""
     assert spec.tensor_meta is not None
     if spec.tensor_meta.dtype != local.dtype:
         spec = _Spec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     # DTensor's constructor copies the local's storage offset to the wrapper, which has no storage to match,
     # and deepcopy and torch.save then fail: make it of a tensor at offset 0.
     origin = local if local.storage_offset() == 0 else local.new_empty(0)
-    tensor: RaggedDTensor = RaggedDTensor(origin, spec, requires_grad=requires_grad)
+    tensor = (kind or RaggedDTensor)(origin, spec, requires_grad=requires_grad)
     if origin is not local:
         tensor._local_tensor = local
     return tensor
