@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..cost import collective_cost
-from ..cost.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from ..cost.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, CollectiveCost
 from ..cost.compute import compute_seconds, issue_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
@@ -27,6 +27,7 @@ from .moves import CASTS
 
 _FUSED_BLOCKS = 2
 _UNIT = 4  # kernels that a host launches in the time it takes for a unit: its launch, its wait, its gradients
+_NOTHING = CollectiveCost("none", 0.0, 0.0, 0.0)
 _COALESCED = (ops.start_all_gather, ops.start_reduce_scatter)
 
 
@@ -150,8 +151,8 @@ def task_graph(
     segments: Sequence[list[fx.Node]],
     live_bytes: int,
 ) -> TaskGraph:
-    """The graph's segments and collectives as tasks. The average over replicas is part of a reduction. What is gathered
-    and what is reduced lie apart, as slots have them.
+    """The graph's segments and collectives as tasks. The average over replicas is part of a reduction, or what it takes
+    afterwards, on other links. What is gathered and what is reduced lie apart, as slots have them.
 
     Args:
         live_bytes: what the step takes all the time, apart from the collectives' buffers.
@@ -205,23 +206,28 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     cost = collective_cost(cluster, kind, sent)
     replicas = cluster.across(1 if each.gathers else comm.replica_count)
     average = collective_cost(replicas, ALL_REDUCE, full / comm.world_size)
+    # On a stream of its own, but for CPUs.
+    on_other_links = cluster.nodes == 1 < replicas.nodes and not comm.exchanges
+    here, then = (_NOTHING, average) if on_other_links else (average, _NOTHING)
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",
-        cost.latency + average.latency,
-        cost.wire_time + average.wire_time,
+        cost.latency + here.latency,
+        cost.wire_time + here.wire_time,
         writers=() if each.gathers else touched or (0,),
         readers=(touched or (segments - 1,)) if each.gathers else (),
         input_bytes=0 if each.gathers else full,
         output_bytes=full if each.gathers and not each.escapes else 0,
         scratch_bytes=scratch,
         lane=_lane(each, context),
-        load=max(cost.load, average.load),
+        load=max(cost.load, here.load),
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         launch=cost.launch,
         issue=_UNIT * cluster.device.issue,
         call=cost.call + average.call,
+        then_latency=then.latency,
+        then_wire_time=then.wire_time,
         merge=_merge(each, context),
         block=context.units[each.unit].block,
     )
@@ -241,6 +247,6 @@ def _lane(each: Collective, context: CompileContext) -> str:
 def _merge(each: Collective, context: CompileContext) -> str | None:
     """What collectives have in common that can be one; None for one that can't share."""
     comm = context.units[each.unit].comm
-    if not comm.coalesces or each.launch.target not in _COALESCED or (comm.replicas and not each.gathers):
+    if not comm.coalesces or each.launch.target not in _COALESCED:
         return None
-    return f"{each.kind} {comm.group} {each.buffers[0].meta['val'].dtype}"
+    return f"{each.kind} {comm.group} {comm.replicas} {each.buffers[0].meta['val'].dtype}"

@@ -4,8 +4,9 @@ Nothing stands between a collective and what is computed: a gather receives the 
 are read, a reduction sends gradients from where they were written. This rank's own part of a gather has to come there
 from its shard, which is a copy that no collective is without. How all this is done depends on the device:
 
-- GPUs: the process group's own collectives, each kind on a stream of its own, ordered against compute by events.
-  Buffers are static or outlive the wait, so nothing is recorded on streams.
+- GPUs: the process group's own collectives, each kind on a stream of its own, ordered against compute by events: what
+  is averaged over replicas goes over other links, maybe, while the next unit is reduced. Buffers are static or outlive
+  the wait, so nothing is recorded on streams.
 - CPUs with gloo: every rank sends each other rank its part directly, and copies its own (the copy-in that the census
   counts; elsewhere the collective does it). Gloo's own all-gather goes through a second buffer, and its reduce-scatter
   is an all-reduce of a copy, which sends twice as much.
@@ -28,6 +29,7 @@ from torch import Tensor
 from ..torch_internals import (
     all_gather_coalesced,
     all_gather_single,
+    all_reduce_coalesced,
     debugged_groups_coalesce,
     reduce_scatter_coalesced,
     reduce_scatter_single,
@@ -147,52 +149,61 @@ def start_reduce_scatter(
         group: the ranks that shard.
         replicas: the ranks that hold the same part of other such groups: the result is averaged over them too.
     """
+    return over_replicas(_start_reduction(full, shard, scratch, group), [shard], replicas)
+
+
+def _start_reduction(full: Tensor, shard: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> Pending:
     if exchanges_directly(full.device, group):
-        return _reduce_by_exchange(full, shard, scratch, group, replicas)
-
-    if full.device.type == "cuda":
-
-        def reduce() -> None:
-            reduce_scatter_single(shard, full, op=_average(full.device, group), group=group)
-            _divide(shard, group)
-            average_replicas(shard, replicas)
-
-        return _on_stream("reduce", full.device, reduce)
-    work = reduce_scatter_single(shard, full, op=_average(full.device, group), group=group, async_op=True)
-
-    def finish() -> None:
-        work.wait()
-        _divide(shard, group)
-        average_replicas(shard, replicas)
-
-    return _Deferred(finish)
-
-
-def start_reduce_scatters(reductions: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Pending:
-    """:func:`start_reduce_scatter` of several pairs of ``full`` and ``shard``, of one dtype, as one collective.
-    It may be waited for several times."""
-    inputs, outputs = (list(each) for each in zip(*reductions, strict=True))
-    device = inputs[0].device
+        return _reduce_by_exchange(full, shard, scratch, group)
 
     def run(async_op: bool) -> Pending:
-        return reduce_scatter_coalesced(outputs, inputs, _average(device, group), group, async_op=async_op)
+        return reduce_scatter_single(shard, full, op=_average(full.device, group), group=group, async_op=async_op)
 
-    if device.type == "cuda":
+    return _start_averages(run, [shard], group)
 
-        def reduce() -> None:
-            run(False)
-            for shard in outputs:
-                _divide(shard, group)
 
-        return _on_stream("reduce", device, reduce)
-    work = run(True)
+def start_reduce_scatters(
+    reductions: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None
+) -> Pending:
+    """:func:`start_reduce_scatter` of several pairs of ``full`` and ``shard``, of one dtype, as one collective, and as
+    one of the replicas. It may be waited for several times."""
+    inputs, outputs = (list(each) for each in zip(*reductions, strict=True))
 
-    def finish() -> None:
-        work.wait()
-        for shard in outputs:
-            _divide(shard, group)
+    def run(async_op: bool) -> Pending:
+        op = _average(inputs[0].device, group)
+        return reduce_scatter_coalesced(outputs, inputs, op, group, async_op=async_op)
 
-    return _waited_once(finish)
+    return over_replicas(_start_averages(run, outputs, group), outputs, replicas)
+
+
+def _start_averages(run: Callable[[bool], Pending], shards: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
+    """What ``run`` reduces, asynchronously or on the current stream."""
+    device = shards[0].device
+    finish = functools.partial(run, False) if device.type == "cuda" else run(True).wait
+
+    def reduce() -> None:
+        finish()
+        _divide(shards, group)
+
+    return _on_stream("reduce", device, reduce) if device.type == "cuda" else _waited_once(reduce)
+
+
+def over_replicas(pending: Pending, shards: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> Pending:
+    """What a reduction brings, averaged in place over the ranks that hold the same parts. Several shards, of one dtype,
+    are by one collective. CPUs do it in the wait."""
+    if replicas is None:
+        return pending
+    device, op = shards[0].device, _average(shards[0].device, replicas)
+
+    def average() -> None:
+        pending.wait()
+        if len(shards) == 1:
+            dist.all_reduce(shards[0], op=op, group=replicas)
+        else:
+            all_reduce_coalesced(list(shards), op, replicas)
+        _divide(shards, replicas)
+
+    return _on_stream("average", device, average) if device.type == "cuda" else _waited_once(average)
 
 
 def checked_for_nan() -> bool:
@@ -226,9 +237,7 @@ def _backend(device: torch.device, group: dist.ProcessGroup) -> str:
     return _backends[group].get(device.type, "")
 
 
-def _reduce_by_exchange(
-    full: Tensor, shard: Tensor, scratch: Tensor, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
-) -> Pending:
+def _reduce_by_exchange(full: Tensor, shard: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> Pending:
     peers = peers_of(group)
     received = scratch.view(len(peers), shard.numel())
     exchange = start_exchange(
@@ -250,17 +259,8 @@ def _reduce_by_exchange(
         for part in others[1:]:
             shard.add_(part)
         shard.div_(group.size())
-        average_replicas(shard, replicas)
 
     return _Deferred(finish)
-
-
-def average_replicas(shard: Tensor, replicas: dist.ProcessGroup | None) -> None:
-    """Averages a reduced shard over the ranks that hold the same part, in place."""
-    if replicas is None:
-        return
-    dist.all_reduce(shard, op=_average(shard.device, replicas), group=replicas)
-    _divide(shard, replicas)
 
 
 def _average(device: torch.device, group: dist.ProcessGroup) -> dist.ReduceOp.RedOpType:
@@ -269,9 +269,10 @@ def _average(device: torch.device, group: dist.ProcessGroup) -> dist.ReduceOp.Re
     return dist.ReduceOp.SUM if group.size() == 1 or _backend(device, group) == "gloo" else dist.ReduceOp.AVG
 
 
-def _divide(shard: Tensor, group: dist.ProcessGroup) -> None:
-    if group.size() > 1 and _average(shard.device, group) == dist.ReduceOp.SUM:
-        shard.div_(group.size())
+def _divide(shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    if group.size() > 1 and _average(shards[0].device, group) == dist.ReduceOp.SUM:
+        for shard in shards:
+            shard.div_(group.size())
 
 
 def _part(full: Tensor, rank: int, shard: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def _start_reduce(
     if not (held or with_next or _reductions):
         launched(full, _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)))
     elif together := _all_of(_reductions, [] if held else [(full, shard)], with_next):
-        pending = start_reduce_scatters(together, ranks)
+        pending = start_reduce_scatters(together, ranks, replicas_of(replicas))
         for each, _ in together:
             launched(each, pending)
 

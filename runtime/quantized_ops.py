@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Nothing, Pending, average_replicas, start_all_to_all, start_gather_in_place
+from .collectives import Nothing, Pending, over_replicas, start_all_to_all, start_gather_in_place
 from .groups import group_named
 from .messages import tell_apart
 from .ops import define, in_flight_on, launched, replicas_of
@@ -123,9 +123,8 @@ def _start_quantized_reduction(
     def average() -> None:
         own = sent.narrow(0, ranks.rank() * known.part, known.part)
         average_into(known, ranks.rank(), own, received, shard, kernels)
-        average_replicas(shard, replicas_of(replicas))
 
-    return start_all_to_all(sent, received, ranks, average)
+    return over_replicas(start_all_to_all(sent, received, ranks, average), [shard], replicas_of(replicas))
 
 
 def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str, dtype: torch.dtype, packing: str) -> Tensor:

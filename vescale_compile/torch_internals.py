@@ -89,9 +89,18 @@ def reduce_scatter_coalesced(
     return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
 
 
+def all_reduce_coalesced(tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """Several all-reduces in place, as one collective; on a GPU, on the current stream."""
+    options = torch._C._distributed_c10d.AllreduceCoalescedOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = False
+    if (work := group.allreduce_coalesced(tensors, options)) is not None:
+        work.wait()
+
+
 def debugged_groups_coalesce() -> bool:
-    """Whether process groups can do the two above: PyTorch 2.11 wraps them under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` in
-    one that can't."""
+    """Whether process groups can do the three above. Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` those of PyTorch 2.11 are
+    wrapped in one that can't."""
     detail = dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
     return torch.__version__ >= "2.12" or dist.get_debug_level() != detail  # type: ignore[attr-defined]
 

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -17,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import vescale_compile as vc
-from vescale_compile.cost import collective_cost
+from vescale_compile.cost import PRESETS, collective_cost
 from vescale_compile.passes.context import Part
 from vescale_compile.passes.summary import Kind
 from vescale_compile.runtime import collectives
@@ -94,6 +96,19 @@ def test_averages_over_replicas_are_part_of_what_is_predicted():
     across = models.SLOW_WIRE.across(2)
     averages = [collective_cost(across, "all_reduce", unit.gathered_bytes / 2).seconds for unit in graph.units]
     assert predicted[1] - predicted[0] == pytest.approx(sum(averages)) and min(averages) > 0
+
+
+def test_averages_over_the_network_are_predicted_to_go_beside_what_stays_within_nodes():
+    torch._dynamo.reset()
+    h100 = PRESETS["h100"](4)
+    slow = {name: replace(getattr(h100, name), bandwidth=1e6) for name in ("within", "between")}
+    nodes = replace(h100, ranks_per_node=2, **slow)
+    with fake_world(4):
+        model = vc.fully_shard(models.build(models.one_layer_llama), mesh=mesh_of(2, 2))
+        options = {"lowering": "eager", "cluster": nodes}
+        (graph,) = vc.explain(model, *models.batches(1, 64)[0], options=options).graphs
+    spans = [span for span in graph.parts[Part.BACKWARD].prediction.transfers if "reduce" in span.what]
+    assert any(after.start < before.stop for before, after in itertools.pairwise(spans))
 
 
 @pytest.mark.slow

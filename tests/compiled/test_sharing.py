@@ -71,12 +71,17 @@ def test_where_bandwidth_is_what_they_cost_every_unit_has_its_own():
     assert not any("with the next" in event for part in graph.parts.values() for event in part.schedule)
 
 
-def test_reductions_that_are_averaged_over_replicas_too_do_not_share():
+def test_reductions_that_are_averaged_over_replicas_too_share_both_collectives():
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        forward, backward = (part.schedule for part in explained(4, mesh=mesh).parts.values())
-    assert shared(forward, "all_gather") > 0
-    assert shared(backward, "reduce_scatter") == 0
+        backward = explained(4, mesh=mesh).parts[Part.BACKWARD].schedule
+    assert shared(backward, "reduce_scatter") > 0
+
+
+@on_ranks(4, deadline_s=300)
+def test_so_what_is_learned_over_replicas_is_the_same():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert trained_with_and_without_sharing("eager", mesh=mesh) == [(True, True), (False, False)]
 
 
 @on_ranks(2)
@@ -88,7 +93,12 @@ def test_messages_of_cpus_are_not_shared():
 @pytest.mark.parametrize(("lowering", "dtype"), [("eager", None), ("inductor", torch.bfloat16)])
 @on_ranks(2, deadline_s=300)
 def test_training_is_the_same_with_shared_collectives(lowering, dtype):
-    """Over the backend's own collectives, which those of a GPU are."""
+    policy = vc.MixedPrecisionPolicy(param_dtype=dtype)
+    assert trained_with_and_without_sharing(lowering, mp_policy=policy) == [(True, True), (False, False)]
+
+
+def trained_with_and_without_sharing(lowering, **shard_options) -> list[tuple[bool, bool]]:
+    """Over the backend's own collectives, which those of a GPU are. Whether gathers and reductions were shared."""
     build = models.deep if lowering == "eager" else functools.partial(models.Uneven, 1)  # which has fewer kernels
     data = models.batches(3, 11)
     losses, params, made = [], [], []
@@ -102,17 +112,17 @@ def test_training_is_the_same_with_shared_collectives(lowering, dtype):
                 ops, "start_reduce_scatters", side_effect=collectives.start_reduce_scatters
             ) as reductions,
         ):
-            model = vc.fully_shard(models.build(build), mp_policy=vc.MixedPrecisionPolicy(param_dtype=dtype))
+            model = vc.fully_shard(models.build(build), **shard_options)
             options = {"lowering": lowering, "cluster": cluster, "memory_budget": "1MB"}
             call = torch.compile(model, backend="vescale", options=options)
             losses.append(models.train(call, model.parameters(), data))
             params.append([param.full_tensor() for param in model.parameters()])
         made.append((gathers.call_count > 0, reductions.call_count > 0))
-    assert made == [(True, True), (False, False)]
     assert losses[0] == losses[1]
     assert all(map(torch.equal, *params))
     _, expected = models.train_unsharded(build, data)
-    assert losses[0] == pytest.approx(expected, abs=0.05 if dtype else 1e-5)
+    assert losses[0] == pytest.approx(expected, abs=0.05 if "mp_policy" in shard_options else 1e-5)
+    return made
 
 
 @on_ranks(2)

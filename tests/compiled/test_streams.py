@@ -154,13 +154,28 @@ def test_gathers_share_a_stream_and_reductions_another(gpu: Streams) -> None:
     ]
 
 
-def test_the_average_over_replicas_follows_the_reduction_on_its_stream(gpu: Streams) -> None:
-    pending = collectives.start_reduce_scatter(memory(8), memory(4), memory(0), dist.group.WORLD, dist.group.WORLD)
-    pending.wait()
-    assert gpu.log[-3:] == [
+def test_the_average_over_replicas_follows_its_reduction_on_another_stream_and_the_next_reduction_does_not_wait(
+    gpu: Streams,
+) -> None:
+    first, second = (
+        collectives.start_reduce_scatter(memory(8), memory(4), memory(0), dist.group.WORLD, dist.group.WORLD)
+        for _ in range(2)
+    )
+    first.wait()
+    second.wait()
+    assert [line for line in gpu.log[1:] if not line.startswith("new")] == [
+        "communication0 waits for compute0",
         "communication0: reduce_scatter_single",
-        "communication0: all_reduce",
-        "compute0 waits for all of communication0 up to line 5",
+        "communication1 waits for compute0",
+        "communication1 waits for all of communication0 up to line 4",
+        "communication1: all_reduce",
+        "communication0 waits for compute0",
+        "communication0: reduce_scatter_single",
+        "communication1 waits for compute0",
+        "communication1 waits for all of communication0 up to line 10",
+        "communication1: all_reduce",
+        "compute0 waits for all of communication1 up to line 8",
+        "compute0 waits for all of communication1 up to line 13",
     ]
 
 

@@ -126,7 +126,7 @@ class _Search:
 def _fork(machine: Machine) -> Machine:
     """An independent copy."""
     twin = copy.copy(machine)
-    # What is done changes no more.
+    # What the wire is done with changes no more.
     copies = {each.transfers: copy.copy(each) if each.stopped is None else each for each in machine.collectives}
     twin.collectives = list(copies.values())
     twin.outstanding = {transfers: copies[transfers] for transfers in machine.outstanding}
@@ -137,10 +137,16 @@ def _fork(machine: Machine) -> Machine:
     return twin
 
 
-def _in_flight(machine: Machine) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """What is on the wire or waits for it, and the seconds that are left of each, lane by lane."""
+def _in_flight(machine: Machine) -> tuple[object, ...]:
+    """What is on the wire or waits for it, and the seconds that are left of each, lane by lane; those that are left of
+    what is behind the wire; and those in which nothing more can go there."""
     flying = [each for each in machine.collectives if each.stopped is None]
-    return tuple((each.transfers, each.remaining) for each in sorted(flying, key=lambda each: each.lane))
+    behind = [(each.transfers, each.stopped - machine.now) for each in machine.outstanding.values() if each.stopped]
+    return (
+        tuple((each.transfers, each.remaining) for each in sorted(flying, key=lambda each: each.lane)),
+        tuple(each for each in behind if each[1] > 0),
+        max(0.0, machine._free - machine.now),
+    )
 
 
 def _possible(job: Job) -> bool:

@@ -15,6 +15,7 @@ def sharded_steps(
     load: float = 0.0,
     launch: float = 0.0,
     issue: int = 0,
+    then: int = 0,
     apart: bool = False,
 ) -> TaskGraph:
     """A forward and a backward over ``units`` units, each gathered twice and reduced once, with scratch up to the
@@ -22,6 +23,7 @@ def sharded_steps(
 
     Args:
         issue: the most seconds that the host takes for a task, and for the call of a collective.
+        then: the most seconds that a reduction takes after the wire.
     """
     seconds = st.integers(1, 8).map(float)
     sizes = st.integers(1, 4)
@@ -54,6 +56,8 @@ def sharded_steps(
                 scratch_bytes=draw(st.integers(0, size)),
                 lane="gathers" if lanes == 1 else "reductions",
                 merge="reductions" if merge else None,
+                then_latency=latency if then else 0.0,
+                then_wire_time=float(draw(st.integers(0, then))) if then else 0.0,
                 **taken,
             )
         )
@@ -89,6 +93,8 @@ def any_graphs(draw: st.DrawFn) -> TaskGraph:
                 stretch=draw(st.sampled_from([1.0, 1.5])),
                 wakeup=wakeup,
                 launch=draw(st.sampled_from([0.0, 0.5])),
+                then_latency=draw(st.sampled_from([0.0, 1.0])),
+                then_wire_time=draw(st.sampled_from([0.0, 2.0])),
                 merge=draw(st.sampled_from([None, "mergeable"])),
             )
         )

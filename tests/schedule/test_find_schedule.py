@@ -74,7 +74,28 @@ def test_three_units_are_scheduled_within_5_percent_of_the_optimum(graph: TaskGr
 
 
 @examples
-@given(st.one_of(sharded_steps(2, merge=True), sharded_steps(2, issue=4)), room)
+@given(sharded_steps(2, then=2), room)
+def test_what_goes_over_other_links_then_is_scheduled_within_5_percent_of_the_optimum(
+    graph: TaskGraph, room: int
+) -> None:
+    budget = least_peak(graph) + room
+    assert find_schedule(graph, budget).timeline.makespan <= 1.05 * optimum(graph, budget)
+
+
+def test_a_gather_flies_while_what_was_reduced_goes_over_other_links() -> None:
+    """There is no room for it beside the first task, and none for the first's gradients beside the second."""
+    gather = Transfer("gather", 0.0, 3.0, readers=(1,), output_bytes=1)
+    reductions = [
+        Transfer(f"reduce {i}", 0.0, 1.0, writers=(i,), input_bytes=1 + i, then_wire_time=3.0) for i in range(2)
+    ]
+    graph = TaskGraph(
+        (Compute("first", 1.0, live_bytes=4), Compute("second", 1.0, live_bytes=2)), (gather, *reductions)
+    )
+    assert find_schedule(graph, 5).timeline.makespan == 1 + (1 + 3) + 1 + (1 + 3)
+
+
+@examples
+@given(st.one_of(sharded_steps(2, merge=True), sharded_steps(2, issue=4), sharded_steps(2, merge=True, then=8)), room)
 def test_no_schedule_is_faster_than_the_lower_bound(graph: TaskGraph, room: int) -> None:
     budget = least_peak(graph) + room
     assert lower_bound(graph, budget).makespan <= optimum(graph, budget) * (1 + 1e-9)

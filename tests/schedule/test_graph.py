@@ -27,6 +27,7 @@ GATHER = Transfer("gather", 0.0, 1.0, readers=(0,), output_bytes=4)
         (Transfer("t", 0.0, 1.0, readers=(0,), launch=-1.0), "'t': launch -1.0 s must be finite, not negative"),
         (Transfer("t", 0.0, 1.0, readers=(0,), issue=-1.0), "'t': issue -1.0 s must be finite, not negative"),
         (Transfer("t", 0.0, 1.0, readers=(0,), call=-1.0), "'t': call -1.0 s must be finite, not negative"),
+        (Transfer("t", 0.0, 1.0, writers=(0,), then_latency=-1.0), "'t': then_latency -1.0 s must be finite"),
         (Transfer("gather", 0.0, 1.0, readers=(0,)), "two transfers are named 'gather'"),
         (Transfer("t", 0.0, 1.0, readers=(1,), repeats=1), "'t': it repeats transfer 1, which is not one before"),
         (Transfer("t", 0.0, 1.0, readers=(1,), repeats=0), "'t': .*'gather', whose output has 4 bytes, not 0"),

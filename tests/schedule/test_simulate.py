@@ -114,6 +114,19 @@ def test_lanes_share_the_wire_equally() -> None:
     assert [(span.start, span.stop) for span in timeline.transfers] == [(0.0, 4.0), (0.0, 5.0)]
 
 
+def test_what_goes_over_other_links_then_goes_one_after_another_beside_the_wire() -> None:
+    reductions = [
+        Transfer(f"reduce {i}", 0.0, 2.0, writers=(0,), then_latency=1.0, then_wire_time=2.0, merge="all")
+        for i in (0, 1)
+    ]
+    graph = TaskGraph((Compute("task", 1.0),), tuple(reductions))
+    alone = run(graph, Run(0), Launch((0,)), Launch((1,)), Wait((0,)), Wait((1,)))
+    assert [span.stop for span in alone.transfers] == [1 + 2 + 3, 1 + 2 + 3 + 3]
+    assert (alone.exposed, alone.communication) == (8.0, 10.0)
+    together = run(graph, Run(0), Launch((0, 1)), Wait((0, 1)))
+    assert [span.stop for span in together.transfers] == [1 + 4 + 1 + 4]
+
+
 def test_a_transfer_that_loads_the_device_slows_the_computation_beside_it() -> None:
     graph = TaskGraph((Compute("task", 4.0),), (transfer("reduce", 2.0, writers=(0,), load=0.5),) * 1)
     assert run(graph, Run(0), Launch((0,)), Wait((0,))).slowdown == 0.0

@@ -21,8 +21,8 @@ class Bound:
     Attributes:
         compute: all the computation, and what launches and transfers take of the compute device; or, if that is longer,
             all that the host has to issue. What repeated transfers take is left out.
-        communication: all that the wire must carry. Repeated transfers are left out as far as the budget could at best
-            allow it, and those that may share collectives pay one latency.
+        communication: all that the wire must carry, or other links after it, if that is longer. Repeated transfers are
+            left out as far as the budget could at best allow it, and those that may share collectives pay one latency.
         critical_path: the longest chain of what must follow one another: the transfers that a position needs, one
             after another over the wire, or their launches; the computation from there; and the transfers that can't
             be launched before, because nothing has been written to send, or for want of room for what they bring.
@@ -44,7 +44,7 @@ def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     reached = _reached(graph)
     return Bound(
         compute=max(graph.elapsed[-1] + _taken(graph), _issued(graph)),
-        communication=max(0.0, _seconds(graph.transfers) - _most_saved(graph, room)),
+        communication=max(_seconds(graph.transfers) - _most_saved(graph, room), _seconds_then(graph.transfers)),
         critical_path=max(reached[-1], _longest_tail(graph, reached, room)),
     )
 
@@ -92,6 +92,12 @@ def _seconds(transfers: Iterable[Transfer]) -> float:
     return _joined(transfers, attrgetter("wire_time"), attrgetter("latency"))
 
 
+def _seconds_then(transfers: Iterable[Transfer]) -> float:
+    """What transfers take of other links at least, after the wire; nothing of what need not be transferred."""
+    needed = [transfer for transfer in transfers if transfer.repeats is None]
+    return _joined(needed, attrgetter("then_wire_time"), attrgetter("then_latency"))
+
+
 def _joined(
     transfers: Iterable[Transfer], each: Callable[[Transfer], float], once: Callable[[Transfer], float]
 ) -> float:
@@ -123,7 +129,7 @@ def _reached(graph: TaskGraph) -> list[float]:
             issue += transfer.issue
             if transfer.ready:
                 writer = transfer.ready - 1
-                done = reached[writer] + graph.compute[writer].duration + transfer.duration
+                done = reached[writer] + graph.compute[writer].duration + transfer.duration + transfer.then
             else:
                 brought.append(transfer)
                 first = min(first, issue_together([transfer]))
@@ -154,7 +160,7 @@ def _longest_tail(graph: TaskGraph, reached: Sequence[float], room: Sequence[int
     """The latest end of what the wire can only carry after some compute task.
 
     That is what is written by that task or later, and what is read later and was not there during the task; what
-    was must have fitted in the room that was left.
+    was must have fitted in the room that was left. Or it is what other links can only carry then, after the wire.
     """
     longest = 0.0
     for position in sorted({transfer.ready - 1 for transfer in graph.transfers if transfer.ready}):
@@ -162,6 +168,8 @@ def _longest_tail(graph: TaskGraph, reached: Sequence[float], room: Sequence[int
         awaited = [each for each in graph.transfers if not each.ready and _awaited(graph, each, position)]
         end = reached[position] + graph.compute[position].duration
         longest = max(longest, end + _seconds([*written, *awaited]) - _knapsack(awaited, room[position]))
+        if averaged := [each for each in written if each.then]:
+            longest = max(longest, end + min(each.duration for each in averaged) + _seconds_then(averaged))
     return longest
 
 

@@ -58,6 +58,8 @@ class Transfer:
         launch: seconds for which its launch keeps the device from computing; merged transfers pay each.
         issue: seconds that the host takes for what it launches of it alone; merged transfers pay each.
         call: seconds that the host takes for the call of a collective; merged transfers pay it once, the longest.
+        then_latency, then_wire_time: seconds that it takes after the wire, on other links, which carry what comes to
+            them one after another: the average over replicas. Merged transfers pay the latency once.
         repeats: index of the earlier transfer whose output this one brings once more (the gather for the
             backward): a schedule may keep that output instead.
         merge: transfers of equal ``merge`` may share one collective; None for those that may not.
@@ -79,6 +81,8 @@ class Transfer:
     launch: float = 0.0
     issue: float = 0.0
     call: float = 0.0
+    then_latency: float = 0.0
+    then_wire_time: float = 0.0
     repeats: int | None = None
     merge: str | None = None
     block: str = ""
@@ -87,6 +91,11 @@ class Transfer:
     def duration(self) -> float:
         """Seconds, with the wire to itself."""
         return self.latency + self.wire_time
+
+    @property
+    def then(self) -> float:
+        """Seconds after the wire, with the other links to itself."""
+        return self.then_latency + self.then_wire_time
 
     @property
     def ready(self) -> int:
@@ -102,6 +111,11 @@ class Transfer:
 def seconds_together(transfers: Sequence[Transfer]) -> float:
     """What transfers take as one collective, with the wire to itself."""
     return max(transfer.latency for transfer in transfers) + sum(transfer.wire_time for transfer in transfers)
+
+
+def seconds_then(transfers: Sequence[Transfer]) -> float:
+    """What transfers take as one collective after the wire, on other links."""
+    return max(each.then_latency for each in transfers) + sum(each.then_wire_time for each in transfers)
 
 
 def issue_together(transfers: Sequence[Transfer]) -> float:
@@ -191,7 +205,7 @@ class TaskGraph:
             return f"load {transfer.load} must be in [0, 1)"
         if not 1 <= transfer.stretch < math.inf:
             return f"stretch {transfer.stretch} must be at least 1"
-        for what in ("wakeup", "launch", "issue", "call"):
+        for what in ("wakeup", "launch", "issue", "call", "then_latency", "then_wire_time"):
             if not 0 <= getattr(transfer, what) < math.inf:
                 return f"{what} {getattr(transfer, what)} s must be finite, not negative"
         return None

@@ -142,7 +142,7 @@ class _Walk:
         self.early -= sum(1 for job in due if not job.ready and job.transfers in self.machine.outstanding)
         self._make_room(position)
         for job in due:
-            if job.transfers[0] not in self.machine.launched:
+            if not self._is_launched(job):
                 self._launch(job, position)
         self._fill(position)
         for job in due:
@@ -223,15 +223,21 @@ class _Walk:
 
         def too_small() -> int | None:
             """With all launched that the next compute task waits for."""
-            return self._too_small(position, [job for job in due if job.transfers[0] not in self.machine.launched])
+            return self._too_small(position, [job for job in due if not self._is_launched(job)])
 
-        self._wait_for_room(too_small)
-        while (memory := too_small()) is not None and (
-            pending := [job for job in self.written if job.returned[memory]]
-        ):
-            job = self._preferred(pending)
-            self._launch(job, position)
+        while (memory := too_small()) is not None:
+            if (job := next((job for job in self.flying if job.returned[memory]), None)) is None:
+                pending = [job for job in self.written if job.returned[memory]]
+                if not pending:
+                    break
+                self._launch(job := self._preferred(pending), position)
+            for other in due:  # goes over the wire while what is waited for goes over other links
+                if not self._is_launched(other) and self._too_small_for(other) is None:
+                    self._launch(other, position)
             self._wait(job)
+
+    def _is_launched(self, job: Job) -> bool:
+        return job.transfers[0] in self.machine.launched
 
     def _too_small_for(self, job: Job) -> int | None:
         """The memory in which a launch has no room now."""
@@ -248,11 +254,10 @@ class _Walk:
         """Waits for collectives that will give something back to the memory that is too small, in launch order, until
         none is, and says whether that is so."""
         memory = too_small()
-        flying = self.machine.outstanding
         for job in self.flying[:]:
             if memory is None:
                 break
-            if job.returned[memory] and not (done_only and flying[job.transfers].stopped is None):
+            if job.returned[memory] and (not done_only or self.machine.is_over(job.transfers)):
                 self._wait(job)
                 memory = too_small()
         return memory is None

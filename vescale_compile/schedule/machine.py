@@ -6,7 +6,8 @@ record. Times are in seconds, memory in bytes.
 - A compute task runs when everything before it in the program is done, and all transfers it reads are.
 - A lane runs its collectives one after another, in launch order; one starts no sooner than its launch, that is
   after the computation that precedes it in the program (as a stream waits for the event recorded at a launch).
-- There is one wire. Lanes that are busy at the same time share it equally.
+- There is one wire. Lanes that are busy at the same time share it equally. What goes over other links after it goes
+  there one after another, and slows nothing.
 - A launch takes time in which nothing is computed, and what is in flight, the collective itself too, goes on.
 - The host issues the program, kernel by kernel, and waits for nothing: it may be ahead of the device. Nothing begins
   before it has been issued, and no compute task is over before all of it has.
@@ -18,7 +19,7 @@ record. Times are in seconds, memory in bytes.
 
 from __future__ import annotations
 
-from vescale_compile.schedule.graph import TaskGraph, issue_together, seconds_together
+from vescale_compile.schedule.graph import TaskGraph, issue_together, seconds_then, seconds_together
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.program import Instruction, Launch, Run, Wait
 
@@ -28,9 +29,15 @@ class ScheduleError(ValueError):
 
 
 class Collective:
-    """One or more transfers that were launched together, in flight or done."""
+    """One or more transfers that were launched together, in flight or done.
 
-    __slots__ = ("lane", "load", "remaining", "started", "stopped", "stretch", "transfers")
+    Attributes:
+        remaining: seconds of the wire.
+        then: seconds of other links, after it.
+        stopped: seconds at which it is over, known once the wire is done with it.
+    """
+
+    __slots__ = ("lane", "load", "remaining", "started", "stopped", "stretch", "then", "transfers")
 
     def __init__(self, graph: TaskGraph, transfers: tuple[int, ...]) -> None:
         parts = [graph.transfers[index] for index in transfers]
@@ -39,6 +46,7 @@ class Collective:
         self.load = max(part.load for part in parts)
         self.stretch = max(part.stretch for part in parts)
         self.remaining = seconds_together(parts)
+        self.then = seconds_then(parts)
         self.started: float | None = None
         self.stopped: float | None = None
 
@@ -76,6 +84,7 @@ class Machine:
         self.issued = 0.0
         self.starved = 0.0
         self._lanes: dict[str, list[Collective]] = {}
+        self._free = 0.0  # seconds from which on nothing goes over other links
         self._sent = int(self.graph.apart)  # the memory in which inputs lie
 
     @property
@@ -127,6 +136,7 @@ class Machine:
         before = self.now
         while collective.stopped is None:
             self._advance(None, computing=False)
+        self._spend(collective.stopped - self.now, computing=False)
         self.exposed += self.now - before
         self.done.update(transfers)
         parts = [self.graph.transfers[index] for index in transfers]
@@ -173,6 +183,11 @@ class Machine:
         """Does what takes so long where nothing is in flight."""
         while seconds > 0:
             seconds = self._advance(seconds, computing)
+
+    def is_over(self, transfers: tuple[int, ...]) -> bool:
+        """Whether a collective in flight is over, so that a wait for it takes no time."""
+        stopped = self.outstanding[transfers].stopped
+        return stopped is not None and stopped <= self.now
 
     def backlog(self, through: int | None = None) -> float:
         """Seconds that the wire has still to carry: all, or what lies before the end of the transfer ``through``."""
@@ -232,6 +247,8 @@ class Machine:
 
     def _stop(self, head: Collective) -> None:
         head.remaining, head.stopped = 0.0, self.now
+        if head.then:
+            head.stopped = self._free = max(self.now, self._free) + head.then
         queue = self._lanes[head.lane]
         queue.pop(0)
         if queue:

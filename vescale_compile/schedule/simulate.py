@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vescale_compile.schedule.graph import TaskGraph, seconds_together
+from vescale_compile.schedule.graph import TaskGraph, seconds_then, seconds_together
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine, ScheduleError
 from vescale_compile.schedule.program import Schedule
@@ -16,7 +16,7 @@ class TransferSpan:
 
     Attributes:
         transfers: indices in the graph.
-        start, stop: when it was on the wire.
+        start, stop: when it was on the wire, or other links after it.
     """
 
     transfers: tuple[int, ...]
@@ -34,7 +34,7 @@ class Timeline:
         exposed: time in which the computation stands still and waits.
         starved: time in which the computation stands still until the host has launched what is next.
         slowdown: time that the computation lost to launches, and to transfers that load the compute device.
-        communication: sum of the transfers' durations, each with the wire to itself.
+        communication: sum of the transfers' durations, each with the wire to itself, and of what they take after it.
         peak_bytes: the most memory live at any instruction; of memories that are apart, each at its fullest.
         runs: start and stop of each compute task.
         transfers: in launch order.
@@ -71,7 +71,8 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
     communication = 0.0
     for item in machine.collectives:
         assert item.started is not None and item.stopped is not None
-        communication += seconds_together([graph.transfers[index] for index in item.transfers])
+        parts = [graph.transfers[index] for index in item.transfers]
+        communication += seconds_together(parts) + seconds_then(parts)
         spans.append(TransferSpan(item.transfers, item.started, item.stopped))
     compute = graph.elapsed[-1]
     return Timeline(
