@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..torch_internals import is_shape
 from . import collectives
 from .groups import name_group
 from .model import Model
@@ -256,8 +257,11 @@ class DBuffer:
         return params, [unit, *(f"place of {slot.name}: {slot.offset} in unit {self.name}" for slot in self.slots)]
 
     def checksum(self) -> int:
-        """A number that equal shards have in common, exact and independent of the order of summation; 0 on meta."""
-        return 0 if self.shard.is_meta else int(self.shard.view(torch.int32).sum(dtype=torch.int64).item())
+        """A number that equal shards have in common, exact and independent of the order of summation; 0 without
+        memory."""
+        if self.shard.is_meta or is_shape(self.shard):
+            return 0
+        return int(self.shard.view(torch.int32).sum(dtype=torch.int64).item())
 
     def view_of(self, index: int, *, trainable: bool) -> ParamView:
         slot = self.slots[index]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import fake_world, run_on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
 from vescale_compile.__main__ import main
@@ -135,6 +136,17 @@ def test_more_ranks_have_smaller_shards_and_states(usual):
     assert many.cluster.nodes == 8
     assert many.trained_bytes < few.trained_bytes / 7
     assert many.state_bytes == 2 * many.trained_bytes
+
+
+def test_a_model_is_simulated_over_replicas():
+    """Of two nodes, each of which shards it."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        return vc.fully_shard(model, mesh=init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard")))
+
+    alone, twice = simulated(cluster="h100"), simulated(cluster="h100", world_size=16, shard=shard)
+    assert twice.trained_bytes == alone.trained_bytes
+    assert twice.communication_seconds > alone.communication_seconds
 
 
 def test_the_optimizers_states_and_time_are_those_of_its_description(usual):
