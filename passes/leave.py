@@ -2,13 +2,15 @@
 
 Those are the reductions whose waits the schedule has put behind all computation. What reads the gradients, a fused
 optimizer say, can begin with those that have come. A cast of what is reduced waits with it. Waits that communicate are
-not put off, because ranks need not read their gradients in one order: those over replicas, but on GPUs.
+not put off, because ranks need not read their gradients in one order: those over replicas, but on GPUs. Nor is any
+where Inductor's code itself reads the gradients, to look for NaN.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from ..cost.collectives import REDUCE_SCATTER
@@ -25,7 +27,7 @@ _LEFT = {
 
 
 def leave(gm: fx.GraphModule, context: CompileContext) -> None:
-    if context.part is not Part.BACKWARD:
+    if context.part is not Part.BACKWARD or torch._inductor.config.nan_asserts:
         return
     for wait in _last_waits(gm.graph):
         mark = comm_of(wait)

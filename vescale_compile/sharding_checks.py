@@ -109,6 +109,11 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
             raise ValueError(f"{where}is a DTensor ({param.placements}) already; shard plain parameters")
         elif not param.is_meta and param.device.type != mesh.shard.device_type:
             raise ValueError(f"{where}is on {param.device}, the mesh on {mesh.shard.device_type}: move one of them")
+        elif param.is_complex() and mesh.device_type != "cpu":
+            raise ValueError(
+                f"{where}is complex, and NCCL takes no complex numbers. Hold its real view as the parameter "
+                "(torch.view_as_real), or pass it in ignored_params"
+            )
         elif param.numel() == 0:
             raise ValueError(f"{where}of shape {tuple(param.shape)} has no elements: pass it in ignored_params")
         else:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import vescale_compile as vc
+from vescale_compile.mesh import simulated_on
 from vescale_compile.sharded_module import buffers_in
 
 # Parameters
@@ -466,6 +467,12 @@ def test_without_a_process_group():
 def test_errors_say_what_to_do(make, error, message):
     with fake_world(4), pytest.raises(error, match=message):
         make()
+
+
+def test_complex_parameters_are_refused_on_gpus():
+    model = nn.ParameterList([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
+    with fake_world(4), simulated_on("cuda"), pytest.raises(ValueError, match=r"'0' is complex, .*view_as_real"):
+        vc.fully_shard(model)
 
 
 def test_a_model_on_a_device_that_the_process_group_can_not_communicate_from(monkeypatch):

@@ -5,7 +5,9 @@ import copy
 import functools
 import gc
 import io
+import os
 import sys
+from unittest import mock
 
 import models
 import pytest
@@ -35,9 +37,9 @@ def backward_of(model: models.Model = models.deep, **shard_options):
     return graph.parts[Part.BACKWARD]
 
 
-def after_backward(lowering: str = "eager", **shard_options):
+def after_backward(lowering: str = "eager", built: models.Model = models.deep, **shard_options):
     """A model whose gradients have just been computed, and how to compute them once more."""
-    model = vc.fully_shard(models.build(models.deep), **shard_options)
+    model = vc.fully_shard(models.build(built), **shard_options)
     call = torch.compile(model, backend="vescale", options={**OPTIONS, "lowering": lowering})
     data = models.batches(1, 11)[0]
     call(*data).backward()
@@ -135,6 +137,27 @@ def test_where_autograd_looks_for_nan_nothing_is_left():
         model, _ = after_backward()
     assert arriving(model) == []
     assert all(map(torch.equal, gradients(model), reference()))
+
+
+@on_ranks(2)
+def test_where_generated_code_looks_for_nan_nothing_is_left():
+    with torch._inductor.config.patch(nan_asserts=True):
+        model, _ = after_backward()
+    assert arriving(model) == []
+
+
+@on_ranks(2)
+def test_where_nccl_looks_for_nan_it_finds_none_in_what_pads_gradients_that_were_quantized():
+    torch.use_deterministic_algorithms(True)  # fills with NaN what is allocated
+    try:
+        with mock.patch.dict(os.environ, TORCH_NCCL_NAN_CHECK="1"):
+            model, _ = after_backward(built=models.Uneven, quantize_gradients=QUANTIZED)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for grad in arriving(model):
+        local = grad.to_local()
+        whole = local.as_strided((local.untyped_storage().nbytes() // local.itemsize,), (1,), 0)
+        assert not whole.isnan().any()
 
 
 @on_ranks(2)
