@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import at_once
 from ranks import fake_world, run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,8 +28,7 @@ from vescale_compile.torch_internals import is_fake
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 H100 = gpu_cluster("h100", 8)
-AT_ONCE = replace(H100, call=0.0, device=replace(H100.device, issue=0.0))
-"""GPUs whose hosts launch in no time"""
+AT_ONCE = at_once(H100)
 SLOW = replace(H100, within=replace(H100.within, bandwidth=1e6))
 
 

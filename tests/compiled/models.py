@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpus import at_once
 from torch import Tensor, nn
 
 import vescale_compile as vc
@@ -22,9 +23,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 REFERENCE_TIMEOUT = timedelta(minutes=4)
 
-_WITH_HOSTS = PRESETS["h100"](2)
-H100 = replace(_WITH_HOSTS, call=0.0, device=replace(_WITH_HOSTS.device, issue=0.0))
-"""GPUs whose hosts launch in no time: else that is most of a tiny model's step."""
+H100 = at_once(PRESETS["h100"](2))
+"""What their hosts take would else be most of a tiny model's step."""
 SLOW_WIRE = replace(H100, start=0.0, within=replace(H100.within, bandwidth=1e6, latency=0.0))
 """A cluster on which communication takes far longer than computation, in proportion to its bytes."""
 FAST_WIRE = replace(SLOW_WIRE, within=replace(SLOW_WIRE.within, bandwidth=1e9))
