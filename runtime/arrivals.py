@@ -51,7 +51,8 @@ class Arrival:
         """Returns when the gradients may be read; on a GPU, by the current stream.
 
         Raises:
-            RuntimeError: of the process group, if the reduction failed or took longer than its timeout.
+            RuntimeError: of the process group, if the reduction failed or took longer than its timeout. Of NCCL's,
+                PyTorch's watchdog ends the process instead.
         """
         if self._finish is None:
             if (
