@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpus import at_once, launches, take_gpu
+from gpus import launches, take_gpu
 from scripts import BENCH
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
 from vescale_compile.examples.llama import SIZES, Llama
-from vescale_compile.hardware import cluster_for
 from vescale_compile.local_ranks import start_local_ranks
 from vescale_compile.report import Report
 
@@ -51,8 +50,7 @@ def train(rank: int, world_size: int, rendezvous: str) -> None:
         model = Llama(SIZES["small"])
         tokens = torch.randint(0, 256, (2, 64))
     vc.fully_shard(model, mp_policy=vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-    cluster = at_once(cluster_for(None, device, world_size))
-    compiled = torch.compile(model, backend="vescale", options={"cluster": cluster})
+    compiled = torch.compile(model, backend="vescale")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     report = vc.explain(compiled, tokens, tokens)
     for _ in range(3):
