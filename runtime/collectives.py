@@ -213,6 +213,11 @@ def checked_for_nan() -> bool:
     return by_nccl or torch._inductor.config.nan_asserts
 
 
+def padding_is_read() -> bool:
+    """Whether somebody looks for NaN in what pads gradients: who :func:`checked_for_nan` speaks of, or autograd."""
+    return torch.is_anomaly_enabled() or checked_for_nan()
+
+
 def coalesces(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether collectives of several units can be one, whose latency is paid once. Messages gain nothing by it."""
     if exchanges_directly(device, group) or not debugged_groups_coalesce():

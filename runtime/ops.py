@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals import generate_sums_into
-from .collectives import Nothing, Pending, checked_for_nan, scratch_numel, start_all_gathers, start_reduce_scatters
+from .collectives import Nothing, Pending, padding_is_read, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
 from .groups import group_named
@@ -71,7 +71,7 @@ def _pack(
         unit: ordinal of the unit among the graph's inputs. Only for passes.
     """
     packed = grads[0].new_empty(numel, dtype=dtype)
-    if torch.is_anomaly_enabled() or checked_for_nan():  # between the places too
+    if padding_is_read():  # between the places too
         packed.zero_()
     for grad, offset in zip(grads, offsets, strict=True):
         packed.narrow(0, offset, grad.numel()).view(grad.shape).copy_(grad)

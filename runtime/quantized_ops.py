@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Nothing, Pending, checked_for_nan, over_replicas, start_all_to_all, start_gather_in_place
+from .collectives import Nothing, Pending, over_replicas, padding_is_read, start_all_to_all, start_gather_in_place
 from .groups import group_named
 from .messages import tell_apart
 from .ops import define, in_flight_on, launched, replicas_of
@@ -118,7 +118,7 @@ def _start_quantized_reduction(
     ranks, known, kernels = group_named(group), packing_named(packing), Kernels.on(full.device, compiled)
     key = reductions_of(reductions).rounding.next_key(cast(StochasticQuantizer, known.quantizer).seed or 0)
     quantize_into(known, None, full, sent, kernels, key)
-    if torch.is_anomaly_enabled() or checked_for_nan():  # what pads it too, which nothing writes
+    if padding_is_read():  # nothing else writes it
         shard.zero_()
 
     @torch.no_grad()

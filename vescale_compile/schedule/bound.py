@@ -44,7 +44,7 @@ def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     reached = _reached(graph)
     return Bound(
         compute=max(graph.elapsed[-1] + _taken(graph), _issued(graph)),
-        communication=max(_seconds(graph.transfers) - _most_saved(graph, room), _seconds_then(graph.transfers)),
+        communication=max(_seconds(graph.transfers) - _most_saved(graph, room), _seconds_then(_needed(graph))),
         critical_path=max(reached[-1], _longest_tail(graph, reached, room)),
     )
 
@@ -64,8 +64,12 @@ def _taken(graph: TaskGraph) -> float:
 
 def _issued(graph: TaskGraph) -> float:
     """What the host takes at least to issue everything."""
-    needed = [transfer for transfer in graph.transfers if transfer.repeats is None]
-    return graph.issued[-1] + _joined(needed, attrgetter("issue"), attrgetter("call"))
+    return graph.issued[-1] + _joined(_needed(graph), attrgetter("issue"), attrgetter("call"))
+
+
+def _needed(graph: TaskGraph) -> list[Transfer]:
+    """The transfers of every schedule: those that repeat another may be left out."""
+    return [transfer for transfer in graph.transfers if transfer.repeats is None]
 
 
 def _held(graph: TaskGraph) -> list[int]:
@@ -93,9 +97,8 @@ def _seconds(transfers: Iterable[Transfer]) -> float:
 
 
 def _seconds_then(transfers: Iterable[Transfer]) -> float:
-    """What transfers take of other links at least, after the wire; nothing of what need not be transferred."""
-    needed = [transfer for transfer in transfers if transfer.repeats is None]
-    return _joined(needed, attrgetter("then_wire_time"), attrgetter("then_latency"))
+    """What transfers take of other links at least, after the wire."""
+    return _joined(transfers, attrgetter("then_wire_time"), attrgetter("then_latency"))
 
 
 def _joined(
