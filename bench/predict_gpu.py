@@ -115,7 +115,7 @@ def _cell(name: str, args: argparse.Namespace, table: Cluster, calibrated: Clust
 
     def predicted(cluster: Cluster) -> float:
         found = vc.simulate(make("meta"), **shapes, cluster=cluster, world_size=args.world, shard=shard)
-        return found.compute_seconds + found.starved_seconds + found.optimizer_seconds
+        return found.step_seconds - found.exposed_seconds
 
     by_table, by_calibration = predicted(table), predicted(calibrated)
     nothing.join(args.world)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ..cost import host
 from ..runtime.pool import SlotSpec, pooled_bytes
 from ..schedule import (
     Bound,
@@ -31,11 +32,11 @@ from ..schedule import (
 )
 from .agreed import agreed_schedule
 from .assign import lifetimes, slots_for
-from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
+from .context import CompileContext, Need, Part, Role, buffer_of, comm_of, fail
 from .edit import order_of
 from .fitting import Fitting
 from .memory import peak_of
-from .prediction import predict, predict_alone
+from .prediction import Around, predict, predict_alone
 from .tasks import Collective, collectives_of, seconds_of, segments_of, task_graph
 
 LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
@@ -50,7 +51,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     segments = segments_of(gm.graph, context, collectives)
     if not collectives or not segments:
         compute, issue = (sum(seconds.values()) for seconds in seconds_of(gm.graph, context))
-        context.predictions[context.part] = predict_alone(compute, issue)
+        context.predictions[context.part] = predict_alone(compute, issue, _around(context))
         return
     others = [need for part, need in context.needs.items() if part is not context.part]
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
@@ -62,8 +63,17 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
         _move(gm.graph, schedule, collectives, segments)
         _place_carried(gm.graph)
         timeline = simulate(tasks, schedule)
-    context.predictions[context.part] = predict(tasks, timeline, _bound(tasks, collectives))
+    bound, fed = (_bound(each, collectives) for each in (tasks, tasks.fed()))
+    context.predictions[context.part] = predict(tasks, timeline, bound, fed, _around(context))
     context.needs[context.part] = Need(*_taken(gm.graph, context), least_peak(tasks) + room_ahead(tasks))
+
+
+def _around(context: CompileContext) -> Around:
+    """What the host does for the parameters before the graph that reads them runs, and for gradients afterwards."""
+    issue = context.cluster.device.issue
+    if context.part is Part.BACKWARD:
+        return Around(0.0, host.PARAMETER_GRADIENT * issue * sum(map(len, context.gradients.values())))
+    return Around(host.PARAMETER_READ * issue * sum(len(unit.views) for unit in context.units), 0.0)
 
 
 def _bound(tasks: TaskGraph, collectives: Sequence[Collective]) -> Bound:

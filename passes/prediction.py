@@ -5,6 +5,7 @@ Times are in seconds from the graph's start, on the cluster that the graph was c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..schedule import Bound, TaskGraph, Timeline
@@ -20,22 +21,40 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of a step, which a host launches and a device computes. Seconds.
+
+    Attributes:
+        alone: until the device is done, if it and the host are at rest before.
+        fed: the same, if the host has launched everything before.
+        issued: until the host is done, and goes on to the next part. On a CPU, which is its own host, it counts none.
+    """
+
+    alone: float
+    fed: float
+    issued: float = 0.0
+
+
+@dataclass(frozen=True)
 class Prediction:
     """A graph's time: ``seconds = compute + exposed + starved + slowdown``.
 
     Attributes:
-        seconds: until everything is done and waited for.
+        seconds: until everything is done and waited for, from rest.
         compute: of the computation, with the device to itself.
         communication: of the collectives, each with the wire to itself.
         exposed: in which the computation stands still and waits.
         slowdown: that the computation loses to launches, and to collectives which take a share of the device.
-        least: what no schedule of the graph can beat: the largest of its computation, its communication and its
-            critical path.
-        computation: the computation's pieces, in order.
-        transfers: the collectives on the wire, in the order of their launches.
+        least: what no schedule of the graph can beat: the largest of its computation, its communication, its critical
+            path, and what its host has to do.
+        computation: the computation's pieces, in order, from the host's first launch on.
+        transfers: the collectives on the wire, in the order of their launches; from then on, too.
         tail: at the end, in which nothing is left to compute or to launch. Of a backward, the optimizer's step may
             begin meanwhile.
-        starved: in which the computation stands still until the host has launched what is next.
+        starved: in which the computation stands still until the host has launched what is next, or come to its end.
+        issued: until the host is done, and goes on to what comes after the graph.
+        least_fed: the least if the host has launched everything before.
+        least_issued: the least of ``issued``.
     """
 
     seconds: float
@@ -48,18 +67,38 @@ class Prediction:
     transfers: tuple[Span, ...] = ()
     tail: float = 0.0
     starved: float = 0.0
+    issued: float = 0.0
+    least_fed: float = 0.0
+    least_issued: float = 0.0
+
+    @property
+    def stage(self) -> Stage:
+        """The graph as a part of a step."""
+        return Stage(self.seconds, self.seconds - self.starved, self.issued)
 
 
-def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound) -> Prediction:
-    """What the graph will do by the timeline of its tasks, beside what no schedule of them can beat."""
+@dataclass(frozen=True)
+class Around:
+    """What the host of a GPU does for a graph before its first launch, and after its last. Seconds."""
+
+    before: float
+    after: float
+
+
+def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound, fed: Bound, around: Around) -> Prediction:
+    """What the graph will do by the timeline of its tasks, beside what no schedule of them can beat, and what none
+    could if the host had launched everything before."""
+    issued = around.before + timeline.issued + around.after
+    seconds = max(around.before + timeline.makespan, issued)
+    least_issued = around.before + bound.host + around.after
     return Prediction(
-        seconds=timeline.makespan,
+        seconds=seconds,
         compute=timeline.compute,
         communication=timeline.communication,
         exposed=timeline.exposed,
-        starved=timeline.starved,
+        starved=timeline.starved + seconds - timeline.makespan,
         slowdown=timeline.slowdown,
-        least=bound.makespan,
+        least=max(around.before + bound.makespan, least_issued),
         computation=tuple(
             Span(task.name, start, stop) for task, (start, stop) in zip(tasks.compute, timeline.runs, strict=True)
         ),
@@ -68,12 +107,33 @@ def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound) -> Prediction:
             for span in timeline.transfers
         ),
         tail=timeline.tail,
+        issued=issued,
+        least_fed=fed.makespan,
+        least_issued=least_issued,
     )
 
 
-def predict_alone(compute: float, issue: float) -> Prediction:
+def predict_alone(compute: float, issue: float, around: Around) -> Prediction:
     """A graph that has nothing to communicate, whose computation takes so long, and the host so long to launch it."""
-    seconds = max(compute, issue)
+    issued = around.before + issue + around.after
+    seconds = max(around.before + compute, issued)
     return Prediction(
-        seconds, compute, starved=seconds - compute, least=seconds, computation=(Span("computation", 0.0, seconds),)
+        seconds,
+        compute,
+        starved=seconds - compute,
+        least=seconds,
+        computation=(Span("computation", 0.0, max(compute, issue)),),
+        issued=issued,
+        least_fed=compute,
+        least_issued=issued,
     )
+
+
+def seconds_one_after_another(stages: Iterable[Stage]) -> float:
+    """Until host and device have come through all stages, both at rest before. The host is ahead where a device takes
+    longer: what it launches then is there before the device comes to it."""
+    host = device = 0.0
+    for stage in stages:
+        device = max(device + stage.fed, host + stage.alone)
+        host += stage.issued
+    return max(host, device)

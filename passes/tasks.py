@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..cost import collective_cost
+from ..cost import collective_cost, host
 from ..cost.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, CollectiveCost
 from ..cost.compute import compute_seconds, issue_seconds
 from ..runtime import ops
@@ -26,7 +26,6 @@ from .edit import nbytes_of, order_of
 from .moves import CASTS
 
 _FUSED_BLOCKS = 2
-_UNIT = 4  # kernels that a host launches in the time it takes for a unit: its launch, its wait, its gradients
 _NOTHING = CollectiveCost("none", 0.0, 0.0, 0.0)
 _COALESCED = (ops.start_all_gather, ops.start_reduce_scatter)
 
@@ -224,7 +223,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         launch=cost.launch,
-        issue=_UNIT * cluster.device.issue,
+        issue=host.UNIT * cluster.device.issue,
         call=cost.call + average.call,
         then_latency=then.latency,
         then_wire_time=then.wire_time,

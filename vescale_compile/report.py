@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .capture import Capture
 from .cost import Cluster
 from .passes.context import CompileContext, Part
-from .passes.prediction import Prediction
+from .passes.prediction import Prediction, seconds_one_after_another
 from .passes.summary import Kind, Summary
 from .quantities import size_text as _size
 from .quantities import time_text as _time
@@ -95,7 +95,7 @@ class GraphReport:
     @property
     def predicted_seconds(self) -> float:
         """Of forward and backward together, on ``cluster``; the optimizer's step is in no graph."""
-        return sum(part.prediction.seconds for part in self.parts.values())
+        return seconds_one_after_another(part.prediction.stage for part in self.parts.values())
 
     @property
     def exposed_seconds(self) -> float:

@@ -22,9 +22,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .backend import own_errors, vescale
-from .cost import OPTIMIZERS, Cluster, OptimizerCost
+from .cost import OPTIMIZERS, Cluster, OptimizerCost, host
 from .hardware import cluster_for
 from .mesh import simulated_on
+from .passes.context import Part
+from .passes.prediction import Stage, seconds_one_after_another
 from .quantities import size_text, time_text
 from .ragged.dtensor import RaggedDTensor
 from .report import GraphReport
@@ -43,23 +45,30 @@ class Simulation:
         cluster: that it was predicted for.
         optimizer: whose states and step are counted.
         graphs: each compiled graph, with the prediction and the peak of its parts.
-        trained_bytes: of this rank's shards of trained parameters.
+        trained: how many parameters are.
+        trained_bytes: of this rank's shards of them.
     """
 
     cluster: Cluster
     optimizer: OptimizerCost
     graphs: tuple[GraphReport, ...]
+    trained: int
     trained_bytes: int
 
     @property
     def optimizer_seconds(self) -> float:
-        """Of the optimizer's step."""
+        """Of the optimizer's step, on the device."""
         return self.optimizer.seconds(self.trained_bytes, self.cluster.device) if self.trained_bytes else 0.0
 
     @property
     def step_seconds(self) -> float:
-        """Of forward, backward and the optimizer's step, one after another."""
-        return self._sum("seconds") + self.optimizer_seconds
+        """Of forward, backward and the optimizer's step, one after another, from a device at rest to a device at
+        rest."""
+        parts = [graph.parts for graph in self.graphs]
+        forwards = [summary for each in parts for part, summary in each.items() if part is not Part.BACKWARD]
+        backwards = [each[Part.BACKWARD] for each in reversed(parts) if Part.BACKWARD in each]
+        stages = [summary.prediction.stage for summary in (*forwards, *backwards)]
+        return seconds_one_after_another([*stages, self._update])
 
     @property
     def compute_seconds(self) -> float:
@@ -79,13 +88,15 @@ class Simulation:
     @property
     def starved_seconds(self) -> float:
         """In which the computation stands still until its host, which launches kernel after kernel, has come to it."""
-        return self._sum("starved")
+        at_work = sum(map(self._sum, ("compute", "exposed", "slowdown"))) + self.optimizer_seconds
+        return max(0.0, self.step_seconds - at_work)
 
     @property
     def least_seconds(self) -> float:
         """What no schedule of these graphs can beat, the optimizer's step included, which may begin while the last
         reductions are under way."""
-        return max(self._sum("least"), self._sum("compute") + self.optimizer_seconds)
+        of_host = self._sum("least_issued") + self._update.issued
+        return max(self._sum("least_fed"), self._sum("compute") + self.optimizer_seconds, of_host)
 
     @property
     def state_bytes(self) -> int:
@@ -103,6 +114,12 @@ class Simulation:
         """By which the fullest moment exceeds the memory of a device; 0 where it fits, and where the device's is not
         known. A step that lacks memory would not run."""
         return self.cluster.device.lacks(self.peak_bytes)
+
+    @property
+    def _update(self) -> Stage:
+        """The optimizer's step."""
+        issued = host.PARAMETER_UPDATE * self.cluster.device.issue * self.trained
+        return Stage(max(self.optimizer_seconds, issued), self.optimizer_seconds, issued)
 
     def _sum(self, what: str) -> float:
         return sum(getattr(part.prediction, what) for graph in self.graphs for part in graph.parts.values())
@@ -197,7 +214,7 @@ def simulate(
         with own_errors(), mode:
             torch.compile(shapes, backend=backend)(*args, **kwargs)
         trained_bytes = sum(param.to_local().nbytes for param in trained)
-    return Simulation(described, optimizer, tuple(graphs), trained_bytes)
+    return Simulation(described, optimizer, tuple(graphs), len(trained), trained_bytes)
 
 
 def _refuse_arguments_of_fully_shard(model: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -134,9 +134,9 @@ class Cluster:
 # NVLink and 14 us for each over the network.
 _START, _NVLINK_STEP, _NETWORK_STEP = 8.4e-6, 3.4e-6, 14e-6
 
-# What a host takes to launch one of nccl's collectives on a stream of its own: assumed, by what PyTorch 2.11 takes on
-# servers' CPUs where nothing is sent.
-_CALL = 50e-6
+# What a host takes to launch one of nccl's collectives on a stream of its own: it fits steps on one H200, where nothing
+# is sent (bench/results/2026-11-28-h200.md).
+_CALL = 100e-6
 
 # What collectives reach of a link's bandwidth: 0.75 of NVLink is what the all-gathers of veScale-FSDP's table
 # (arXiv 2602.22437, 64 H800) come to, and nccl-tests shows on A100 and H100; 0.9 of the network is an assumption.

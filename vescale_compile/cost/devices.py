@@ -33,8 +33,8 @@ class Device:
             before its peaks.
         float32_products: whether its library gives matrix products of half precision as the float32 that they are
             summed up in.
-        issue: seconds that its host takes to launch a kernel, while the device may be at work on those before; 0 of a
-            CPU, which is its own host.
+        issue: seconds that its host takes for a kernel of generated code, its output's allocation included, while the
+            device may be at work on those before; 0 of a CPU, which is its own host.
     """
 
     name: str
@@ -106,9 +106,14 @@ def _bits(dtype: str) -> int:
     return int(found[0]) if found else 8
 
 
+# What a host takes for a kernel of a step: 20 us fit steps of one H200 and its host (bench/results/2026-11-28-h200.md),
+# where a kernel launched in a loop takes 7.
+_ISSUE = 20e-6
+
+
 def _gpu(name: str, flops: Mapping[str, float], bandwidth: float, gigabytes: int, *, nvidia: bool = True) -> Device:
     capacity = gigabytes * 10**9
-    return Device(name, flops, bandwidth, capacity, 0.65, 0.85, 4e-6, float32_products=nvidia, issue=10e-6)
+    return Device(name, flops, bandwidth, capacity, 0.65, 0.85, 4e-6, float32_products=nvidia, issue=_ISSUE)
 
 
 _HOPPER = {

@@ -1,4 +1,4 @@
-"""What no schedule can beat: the lower bound max(compute, communication, critical path) on the makespan."""
+"""What no schedule can beat: the lower bound max(compute, host, communication, critical path) on the makespan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Bound:
     """Lower bounds on the makespan of every schedule of a graph within a budget, seconds.
 
     Attributes:
-        compute: all the computation, and what launches and transfers take of the compute device; or, if that is longer,
-            all that the host has to issue. What repeated transfers take is left out.
+        compute: all the computation, and what launches and transfers take of the compute device. What repeated
+            transfers take is left out.
+        host: all that the host has to issue, without repeated transfers.
         communication: all that the wire must carry, or other links after it, if that is longer. Repeated transfers are
             left out as far as the budget could at best allow it, and those that may share collectives pay one latency.
         critical_path: the longest chain of what must follow one another: the transfers that a position needs, one
@@ -29,13 +30,14 @@ class Bound:
     """
 
     compute: float
+    host: float
     communication: float
     critical_path: float
 
     @property
     def makespan(self) -> float:
-        """The largest of the three."""
-        return max(self.compute, self.communication, self.critical_path)
+        """The largest of the four."""
+        return max(self.compute, self.host, self.communication, self.critical_path)
 
 
 def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
@@ -43,7 +45,8 @@ def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     room = [(_UNLIMITED if budget is None else budget) - nbytes for nbytes in _held(graph)]
     reached = _reached(graph)
     return Bound(
-        compute=max(graph.elapsed[-1] + _taken(graph), _issued(graph)),
+        compute=graph.elapsed[-1] + _taken(graph),
+        host=_issued(graph),
         communication=max(_seconds(graph.transfers) - _most_saved(graph, room), _seconds_then(_needed(graph))),
         critical_path=max(reached[-1], _longest_tail(graph, reached, room)),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -173,6 +173,11 @@ class TaskGraph:
     def issued(self) -> tuple[float, ...]:
         """Seconds that the host takes for the compute tasks before each position, and at last for all."""
         return tuple(itertools.accumulate((compute.issue for compute in self.compute), initial=0.0))
+
+    def fed(self) -> TaskGraph:
+        """The same where the host has launched everything before."""
+        compute = tuple(replace(task, issue=0.0) for task in self.compute)
+        return replace(self, compute=compute, transfers=tuple(replace(t, issue=0.0, call=0.0) for t in self.transfers))
 
     def split(self, received: int, sent: int) -> Bytes:
         """Bytes by the memory that they lie in."""

@@ -33,6 +33,7 @@ class Timeline:
         compute: sum of the compute tasks' durations.
         exposed: time in which the computation stands still and waits.
         starved: time in which the computation stands still until the host has launched what is next.
+        issued: until the host has launched everything.
         slowdown: time that the computation lost to launches, and to transfers that load the compute device.
         communication: sum of the transfers' durations, each with the wire to itself, and of what they take after it.
         peak_bytes: the most memory live at any instruction; of memories that are apart, each at its fullest.
@@ -51,6 +52,7 @@ class Timeline:
     runs: tuple[tuple[float, float], ...]
     transfers: tuple[TransferSpan, ...]
     tail: float
+    issued: float
 
 
 def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
@@ -86,4 +88,5 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
         runs=tuple(machine.runs),
         transfers=tuple(spans),
         tail=machine.now - machine.busy_until,
+        issued=machine.issued,
     )
