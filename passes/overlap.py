@@ -70,10 +70,11 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
 
 def _around(context: CompileContext) -> Around:
     """What the host does for the parameters before the graph that reads them runs, and for gradients afterwards."""
-    issue = context.cluster.device.issue
+    if not context.cluster.device.has_host:
+        return Around(0.0, 0.0)
     if context.part is Part.BACKWARD:
-        return Around(0.0, host.PARAMETER_GRADIENT * issue * sum(map(len, context.gradients.values())))
-    return Around(host.PARAMETER_READ * issue * sum(len(unit.views) for unit in context.units), 0.0)
+        return Around(0.0, host.PARAMETER_GRADIENT * sum(map(len, context.gradients.values())))
+    return Around(host.PARAMETER_READ * sum(len(unit.views) for unit in context.units), 0.0)
 
 
 def _bound(tasks: TaskGraph, collectives: Sequence[Collective]) -> Bound:

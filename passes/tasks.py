@@ -223,7 +223,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         launch=cost.launch,
-        issue=host.UNIT * cluster.device.issue,
+        issue=host.UNIT if cluster.device.has_host else 0.0,
         call=cost.call + average.call,
         then_latency=then.latency,
         then_wire_time=then.wire_time,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
 from vescale_compile.__main__ import main
-from vescale_compile.cost import OPTIMIZERS, Cluster, MeasuredCollective, gpu_cluster
+from vescale_compile.cost import OPTIMIZERS, Cluster, MeasuredCollective, gpu_cluster, host
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.hardware import cluster_for
 from vescale_compile.options import Options
@@ -83,6 +83,18 @@ def test_the_device_starves_where_its_host_takes_longer_and_the_simulation_says_
     assert starved.starved_seconds > 0 == fed.starved_seconds
     assert fed.step_seconds < starved.step_seconds
     assert re.search(r"starved +[1-9]", str(starved)) and re.search(r"starved +0", str(fed))
+
+
+def test_a_host_takes_time_for_each_parameter_before_the_forward_after_the_backward_and_in_the_update(usual):
+    with torch.device("meta"):
+        parameters = len(list(Llama(CONFIG).parameters()))
+    (graph,) = usual.graphs
+    (fed,) = simulated(cluster=AT_ONCE).graphs
+    each = {part: summary.prediction.issued / parameters for part, summary in graph.parts.items()}
+    assert each[Part.FORWARD] > host.PARAMETER_READ and each[Part.BACKWARD] > host.PARAMETER_GRADIENT
+    graphs = sum(each.values()) * parameters
+    assert usual.step_seconds >= graphs + parameters * host.PARAMETER_UPDATE
+    assert {summary.prediction.issued for summary in fed.parts.values()} == {0.0}
 
 
 def test_a_model_is_cut_as_for_the_devices_that_it_is_simulated_on():

@@ -100,7 +100,7 @@ def _figures(measured: Calibration) -> list[str]:
     lines = [f"{device.name}, {measured.ranks} rank(s)"]
     lines += [f"  {dtype:<15}{peak / 1e9:10.1f} GFLOP/s" for dtype, peak in device.peak_flops.items()]
     lines.append(f"  {'memory':<15}{device.memory_bandwidth / 1e9:10.1f} GB/s")
-    host = f", {1e6 * device.issue:.1f} us of the host" if device.issue else ""
+    host = f", {1e6 * device.issue:.1f} us of the host" if device.has_host else ""
     lines.append(f"  {'launch':<15}{1e6 * device.launch_overhead:10.1f} us{host}")
     for kind, each in measured.collectives.items():
         lines.append(

@@ -118,7 +118,7 @@ class Simulation:
     @property
     def _update(self) -> Stage:
         """The optimizer's step."""
-        issued = host.PARAMETER_UPDATE * self.cluster.device.issue * self.trained
+        issued = host.PARAMETER_UPDATE * self.trained if self.cluster.device.has_host else 0.0
         return Stage(max(self.optimizer_seconds, issued), self.optimizer_seconds, issued)
 
     def _sum(self, what: str) -> float:
@@ -202,7 +202,7 @@ def simulate(
     )
     with _fake_group(world_size), _nothing_compiled():
         shapes = _shapes_of(model, mode)
-        with simulated_on("cuda" if described.device.issue else "cpu"):
+        with simulated_on("cuda" if described.device.has_host else "cpu"):
             shard(shapes)
         trained = [p for p in shapes.parameters() if isinstance(p, RaggedDTensor) and p.requires_grad]
         if not any(isinstance(param, RaggedDTensor) for param in shapes.parameters()):

@@ -3,8 +3,8 @@
     calibration = calibrate()                 # each rank alike, if there is a process group
     calibration.save("this_machine.json")     # on one rank; later: Calibration.load("this_machine.json")
 
-It takes seconds, over a slow network up to a minute; other work on the machine falsifies it. Nothing in compilation
-calls it.
+It takes seconds, on a GPU or over a slow network up to a minute; other work on the machine falsifies it. Nothing in
+compilation calls it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from vescale_compile.cost.calibrate_host import seconds_of_host
 from vescale_compile.cost.calibration import Calibration
 from vescale_compile.cost.cluster import MeasuredCollective
 from vescale_compile.cost.collectives import ALL_GATHER, ALL_TO_ALL, KINDS, REDUCE_SCATTER
@@ -75,8 +76,8 @@ def calibrate(
     distributed = dist.is_initialized()
     ranks = dist.get_world_size(group) if distributed else 1
     agree = _Slowest(device, group) if distributed else _itself
-    seconds = agree([_matrix_seconds(device, dtype) for dtype in dtypes] + [_copy_seconds(device), *_launch(device)])
-    *products, copy, launch, issue = seconds
+    kernel = [_copy_seconds(device), _launch(device), 0.0 if device == "cpu" else seconds_of_host(device)]
+    *products, copy, launch, issue = agree([*(_matrix_seconds(device, dtype) for dtype in dtypes), *kernel])
     work = 2 * _MATRIX[device] ** 3
     measured = Device(
         name=f"cpu with {torch.get_num_threads()} threads" if device == "cpu" else torch.cuda.get_device_name(),
@@ -163,8 +164,8 @@ def _copy_seconds(device: str) -> float:
     return min(_times(lambda: torch.mul(source, 2.0, out=target), device))
 
 
-def _launch(device: str) -> tuple[float, float]:
-    """Seconds that a kernel on one element takes, of many launched one after another, and seconds of a GPU's host."""
+def _launch(device: str) -> float:
+    """Seconds that a kernel on one element takes, of many launched one after another."""
     one = torch.zeros(1, device=device)
 
     def launches() -> None:
@@ -172,27 +173,23 @@ def _launch(device: str) -> tuple[float, float]:
             one.add_(1.0)
 
     if device == "cpu":
-        return min(_times(launches, device)) / _LAUNCHES, 0.0
+        return min(_times(launches, device)) / _LAUNCHES
     factor = torch.zeros(_MATRIX[device], _MATRIX[device], device=device, dtype=torch.bfloat16)
     product = torch.empty_like(factor)
-    taken = [_behind(lambda: torch.mm(factor, factor, out=product), launches) for _ in range(_REPEATS)]
-    kernels, host = (min(seconds) / _LAUNCHES for seconds in zip(*taken, strict=True))
-    return kernels, host
+    return min(_behind(lambda: torch.mm(factor, factor, out=product), launches) for _ in range(_REPEATS)) / _LAUNCHES
 
 
-def _behind(multiply: Callable[[], object], launches: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a GPU for kernels that were all launched while it had products to compute, and of its host."""
+def _behind(multiply: Callable[[], object], launches: Callable[[], None]) -> float:
+    """Seconds of a GPU for kernels that were all launched while it had products to compute."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     for _ in range(_PRODUCTS):
         multiply()
     first.record()
-    begin = time.perf_counter()
     launches()
-    host = time.perf_counter() - begin
     last.record()
     last.synchronize()
-    return first.elapsed_time(last) / 1e3, host
+    return first.elapsed_time(last) / 1e3
 
 
 def _times(run: Callable[[], Any], device: str) -> list[float]:

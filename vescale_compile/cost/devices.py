@@ -60,6 +60,11 @@ class Device:
             if not 0 <= getattr(self, what) < math.inf:
                 raise ValueError(f"device {self.name!r}: {what} is {getattr(self, what)} s; give 0 or more")
 
+    @property
+    def has_host(self) -> bool:
+        """Whether something else launches its kernels, which takes time."""
+        return self.issue > 0
+
     def lacks(self, nbytes: int) -> int:
         """Bytes by which ``nbytes`` exceed its memory; 0 where they fit, and where that is not known."""
         return 0 if self.memory_bytes is None else max(0, nbytes - self.memory_bytes)
