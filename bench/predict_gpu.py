@@ -1,7 +1,7 @@
 """Predicted and measured steps of one rank on a GPU, side by side: ``python bench/predict_gpu.py``.
 
 The rank is one of ``--world`` whose collectives send nothing, so that a step is its computation, and what its GPU waits
-for the host to launch. Both are predicted
+for the host to launch. It is compiled and predicted for links on which nothing takes time, too. Both are predicted
 
 - by the cost model's table of devices (``--cluster``), from datasheets, two shares of their peaks that are assumed, and
   an assumed time of launches;
@@ -40,11 +40,12 @@ from workload import LEARNING_RATE, MODELS, Workload
 
 import vescale_compile as vc
 from vescale_compile.backend import vescale
-from vescale_compile.cost import PRESETS, Cluster
+from vescale_compile.cost import PRESETS, Cluster, Link
 from vescale_compile.cost.calibrate import calibrate
 from vescale_compile.report import GraphReport
 
 _WARMUP = 3
+_NO_TIME = 1e21  # bytes/s
 _HEADINGS = (
     "model",
     "measured ms",
@@ -67,7 +68,8 @@ class Cell:
     Attributes:
         name: of the model.
         steps: forward, backward and optimizer, each from a device at rest to a device at rest.
-        optimizer: of them the optimizer's part, median.
+        optimizer: its part, median, from a device at rest to a device at rest: it takes less of a step, where
+            the host launches it while the device computes gradients.
         busy: of a profiled step, in which kernels run on the stream that computes.
         by_table, by_calibration: predicted computation of a step, the optimizer's with it, and waiting for launches.
         peak: of tensors in a step.
@@ -92,7 +94,9 @@ class Cell:
 def main() -> int:
     """Prints the table."""
     args = _arguments()
-    table = PRESETS[args.cluster](args.world)
+    described = PRESETS[args.cluster](args.world)
+    within, between = (Link(link.name, _NO_TIME, 0.0) for link in (described.within, described.between))
+    table = replace(described, within=within, between=between, start=0.0)
     calibrated = replace(table, device=calibrate("cuda").device)
     print(f"calibrated: {calibrated.device}", file=sys.stderr, flush=True)
     cells = []
@@ -115,7 +119,7 @@ def _cell(name: str, args: argparse.Namespace, table: Cluster, calibrated: Clust
 
     def predicted(cluster: Cluster) -> float:
         found = vc.simulate(make("meta"), **shapes, cluster=cluster, world_size=args.world, shard=shard)
-        return found.step_seconds - found.exposed_seconds
+        return found.step_seconds
 
     by_table, by_calibration = predicted(table), predicted(calibrated)
     nothing.join(args.world)
@@ -160,20 +164,27 @@ def _measured(
         optimizer.step()
         optimizer.zero_grad()
 
+    def step() -> None:
+        gradients()
+        update()
+
+    def update_alone() -> float:
+        gradients()
+        return _seconds(update)
+
     for _ in range(_WARMUP):
-        gradients()
-        update()
+        step()
     torch.cuda.reset_peak_memory_stats()
-    taken = [(_seconds(gradients), _seconds(update)) for _ in range(steps)]
+    taken = [_seconds(step) for _ in range(steps)]
     peak = torch.cuda.max_memory_allocated() - before
+    updates = [update_alone() for _ in range(steps)]
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        gradients()
-        update()
+        step()
         torch.cuda.synchronize()
     return Cell(
         name,
-        [sum(each) for each in taken],
-        statistics.median(update for _, update in taken),
+        taken,
+        statistics.median(updates),
         _busy(profiler),
         by_table,
         by_calibration,

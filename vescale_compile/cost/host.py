@@ -5,7 +5,7 @@ GPU is a library that does nothing. It is Python's time, whatever the GPU. A CPU
 of the computation.
 """
 
-UNIT = 40e-6
+UNIT = 20e-6
 """For each unit of a collective, beside the collective's call: its operators, and its place among those it is joined
 with."""
 
