@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
-from ..cost import host
 from ..runtime.pool import SlotSpec, pooled_bytes
 from ..schedule import (
     Bound,
@@ -32,12 +32,12 @@ from ..schedule import (
 )
 from .agreed import agreed_schedule
 from .assign import lifetimes, slots_for
-from .context import CompileContext, Need, Part, Role, buffer_of, comm_of, fail
+from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
 from .edit import order_of
 from .fitting import Fitting
 from .memory import peak_of
-from .prediction import Around, predict, predict_alone
-from .tasks import Collective, collectives_of, seconds_of, segments_of, task_graph
+from .prediction import predict
+from .tasks import Collective, collectives_of, one_task, segments_of, task_graph
 
 LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
 
@@ -50,38 +50,30 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     collectives = collectives_of(gm.graph)
     segments = segments_of(gm.graph, context, collectives)
     if not collectives or not segments:
-        compute, issue = (sum(seconds.values()) for seconds in seconds_of(gm.graph, context))
-        context.predictions[context.part] = predict_alone(compute, issue, _around(context))
+        tasks = one_task(gm.graph, context, context.part)
+        context.predictions[context.part] = predict(tasks, synchronous_schedule(tasks).timeline, *_bounds(tasks, ()))
         return
     others = [need for part, need in context.needs.items() if part is not context.part]
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
     fullest = max([_taken(gm.graph, context)[1], *(other.peak for other in others)])
-    tasks = task_graph(gm.graph, context, collectives, segments, context.standing_bytes + fullest)
+    tasks = task_graph(gm.graph, context, collectives, segments, context.standing_bytes + fullest, context.part)
     found = _schedule(tasks, gm.graph, context, collectives, segments, others)
     schedule, timeline = agreed_schedule(found.schedule, tasks, collectives, context), found.timeline
     if schedule != found.schedule:
         _move(gm.graph, schedule, collectives, segments)
         _place_carried(gm.graph)
         timeline = simulate(tasks, schedule)
-    bound, fed = (_bound(each, collectives) for each in (tasks, tasks.fed()))
-    context.predictions[context.part] = predict(tasks, timeline, bound, fed, _around(context))
+    context.predictions[context.part] = predict(tasks, timeline, *_bounds(tasks, collectives))
     context.needs[context.part] = Need(*_taken(gm.graph, context), least_peak(tasks) + room_ahead(tasks))
 
 
-def _around(context: CompileContext) -> Around:
-    """What the host does for the parameters before the graph that reads them runs, and for gradients afterwards."""
-    if not context.cluster.device.has_host:
-        return Around(0.0, 0.0)
-    if context.part is Part.BACKWARD:
-        return Around(0.0, host.PARAMETER_GRADIENT * sum(map(len, context.gradients.values())))
-    return Around(host.PARAMETER_READ * sum(len(unit.views) for unit in context.units), 0.0)
-
-
-def _bound(tasks: TaskGraph, collectives: Sequence[Collective]) -> Bound:
-    """What no schedule can beat, in whatever memory: what the forward has launched may be over by now."""
+def _bounds(tasks: TaskGraph, collectives: Sequence[Collective]) -> tuple[Bound, Bound]:
+    """What no schedule can beat, in whatever memory: what the forward has launched may be over by now. And what none
+    could beat if the host had done everything before."""
     launched_here = zip(tasks.transfers, collectives, strict=True)
     own = tuple(transfer for transfer, each in launched_here if each.launch is not each.wait)
-    return lower_bound(TaskGraph(tasks.compute, own))
+    tasks = replace(tasks, transfers=own)
+    return lower_bound(tasks), lower_bound(tasks.fed())
 
 
 def _schedule(

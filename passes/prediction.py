@@ -47,11 +47,11 @@ class Prediction:
         slowdown: that the computation loses to launches, and to collectives which take a share of the device.
         least: what no schedule of the graph can beat: the largest of its computation, its communication, its critical
             path, and what its host has to do.
-        computation: the computation's pieces, in order, from the host's first launch on.
-        transfers: the collectives on the wire, in the order of their launches; from then on, too.
+        computation: the computation's pieces, in order.
+        transfers: the collectives on the wire, in the order of their launches.
         tail: at the end, in which nothing is left to compute or to launch. Of a backward, the optimizer's step may
             begin meanwhile.
-        starved: in which the computation stands still until the host has launched what is next, or come to its end.
+        starved: in which the computation stands still until the host has launched what is next, or is done.
         issued: until the host is done, and goes on to what comes after the graph.
         least_fed: the least if the host has launched everything before.
         least_issued: the least of ``issued``.
@@ -77,28 +77,17 @@ class Prediction:
         return Stage(self.seconds, self.seconds - self.starved, self.issued)
 
 
-@dataclass(frozen=True)
-class Around:
-    """What the host of a GPU does for a graph before its first launch, and after its last. Seconds."""
-
-    before: float
-    after: float
-
-
-def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound, fed: Bound, around: Around) -> Prediction:
+def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound, fed: Bound) -> Prediction:
     """What the graph will do by the timeline of its tasks, beside what no schedule of them can beat, and what none
-    could if the host had launched everything before."""
-    issued = around.before + timeline.issued + around.after
-    seconds = max(around.before + timeline.makespan, issued)
-    least_issued = around.before + bound.host + around.after
+    could if the host had done everything before."""
     return Prediction(
-        seconds=seconds,
+        seconds=timeline.makespan,
         compute=timeline.compute,
         communication=timeline.communication,
         exposed=timeline.exposed,
-        starved=timeline.starved + seconds - timeline.makespan,
+        starved=timeline.starved,
         slowdown=timeline.slowdown,
-        least=max(around.before + bound.makespan, least_issued),
+        least=bound.makespan,
         computation=tuple(
             Span(task.name, start, stop) for task, (start, stop) in zip(tasks.compute, timeline.runs, strict=True)
         ),
@@ -107,25 +96,9 @@ def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound, fed: Bound, arou
             for span in timeline.transfers
         ),
         tail=timeline.tail,
-        issued=issued,
+        issued=timeline.issued,
         least_fed=fed.makespan,
-        least_issued=least_issued,
-    )
-
-
-def predict_alone(compute: float, issue: float, around: Around) -> Prediction:
-    """A graph that has nothing to communicate, whose computation takes so long, and the host so long to launch it."""
-    issued = around.before + issue + around.after
-    seconds = max(around.before + compute, issued)
-    return Prediction(
-        seconds,
-        compute,
-        starved=seconds - compute,
-        least=seconds,
-        computation=(Span("computation", 0.0, max(compute, issue)),),
-        issued=issued,
-        least_fed=compute,
-        least_issued=issued,
+        least_issued=bound.host,
     )
 
 

@@ -205,7 +205,7 @@ def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:
         tuple(live_bytes(gm.graph, context, part, {lifetime.node for lifetime in buffers})),
         tuple(buffers),
         tuple(collectives),
-        task_graph(gm.graph, context, collectives, segments, 0) if segments else None,
+        task_graph(gm.graph, context, collectives, segments, 0, part) if segments else None,
         tuple(unit.comm.group for unit in context.units),
     )
 

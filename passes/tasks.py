@@ -21,7 +21,7 @@ from ..schedule import Compute, TaskGraph, Transfer
 from ..torch_internals import generates_code_for
 from .aliases import bases_of, is_view, touches_of
 from .assign import lifetimes
-from .context import CompileContext, Lowering, Role, Use, buffer_of, comm_of, marked_buffer
+from .context import CompileContext, Lowering, Part, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import nbytes_of, order_of
 from .moves import CASTS
 
@@ -149,14 +149,17 @@ def task_graph(
     collectives: Sequence[Collective],
     segments: Sequence[list[fx.Node]],
     live_bytes: int,
+    part: Part,
 ) -> TaskGraph:
     """The graph's segments and collectives as tasks. The average over replicas is part of a reduction, or what it takes
     afterwards, on other links. What is gathered and what is reduced lie apart, as slots have them.
 
     Args:
+        segments: of the computation.
         live_bytes: what the step takes all the time, apart from the collectives' buffers.
+        part: which graph it is.
     """
-    seconds, issue = seconds_of(graph, context)
+    seconds, issue = _seconds_of(graph, context)
     held = _unpacked_bytes(graph, collectives, segments)
     compute = [
         Compute(
@@ -169,10 +172,25 @@ def task_graph(
     ]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
     transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
-    return TaskGraph(tuple(compute), tuple(transfers), apart=True)
+    return TaskGraph(tuple(compute), tuple(transfers), True, *_around(context, part))
 
 
-def seconds_of(graph: fx.Graph, context: CompileContext) -> tuple[dict[fx.Node, float], dict[fx.Node, float]]:
+def one_task(graph: fx.Graph, context: CompileContext, part: Part) -> TaskGraph:
+    """The computation of a graph that communicates nothing, or does nothing else."""
+    duration, issue = (sum(seconds.values()) for seconds in _seconds_of(graph, context))
+    return TaskGraph((Compute("computation", duration, issue=issue),), (), False, *_around(context, part))
+
+
+def _around(context: CompileContext, part: Part) -> tuple[float, float]:
+    """Seconds that the host takes for parameters before the graph that reads them, and for gradients afterwards."""
+    if not context.cluster.device.has_host:
+        return 0.0, 0.0
+    if part is Part.BACKWARD:
+        return 0.0, host.PARAMETER_GRADIENT * sum(map(len, context.gradients.values()))
+    return host.PARAMETER_READ * sum(len(unit.views) for unit in context.units), 0.0
+
+
+def _seconds_of(graph: fx.Graph, context: CompileContext) -> tuple[dict[fx.Node, float], dict[fx.Node, float]]:
     """What each node is predicted to take of a device of the cluster that is compiled for, and of its host."""
     device, fused = context.cluster.device, context.lowering is Lowering.INDUCTOR
     seconds = compute_seconds(graph.nodes, device, fused=fused)

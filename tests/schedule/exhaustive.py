@@ -73,7 +73,7 @@ class _Search:
     def _visit(self, machine: Machine) -> None:
         if self.budget is not None and machine.peak > self.budget:
             return
-        if self._least_makespan(machine) >= (self.below if self.best is None else self.best.now):
+        if self._least_makespan(machine) >= (self.below if self.best is None else self.best.makespan):
             return
         state = (
             machine.position,
@@ -99,7 +99,7 @@ class _Search:
     def _least_makespan(self, machine: Machine) -> float:
         to_compute = self.elapsed[-1] - self.elapsed[machine.position]
         to_launch = sum(job.duration for job in self.jobs if job.transfers[0] not in machine.launched)
-        return machine.now + max(to_compute, machine.backlog() + to_launch)
+        return max(machine.now + max(to_compute, machine.backlog() + to_launch), machine.makespan)
 
     def _next(self, machine: Machine) -> Iterator[Machine]:
         end = len(self.elapsed) - 1

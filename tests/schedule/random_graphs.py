@@ -22,7 +22,7 @@ def sharded_steps(
     size of what is reduced.
 
     Args:
-        issue: the most seconds that the host takes for a task, and for the call of a collective.
+        issue: the most seconds that the host takes for a task, for the call of a collective, and before and after all.
         then: the most seconds that a reduction takes after the wire.
     """
     seconds = st.integers(1, 8).map(float)
@@ -61,7 +61,8 @@ def sharded_steps(
                 **taken,
             )
         )
-    return TaskGraph(tuple(compute), (*gathers, *repeats, *reductions), apart)
+    before, after = (float(draw(st.integers(0, issue))) if issue else 0.0 for _ in range(2))
+    return TaskGraph(tuple(compute), (*gathers, *repeats, *reductions), apart, before, after)
 
 
 @st.composite

@@ -216,6 +216,16 @@ def test_small_transfers_share_collectives_where_the_host_takes_longest() -> Non
     assert max(gathers) > 2 and max(one_by_one) == 1
 
 
+def test_small_transfers_share_collectives_where_the_host_is_not_done_before_the_device() -> None:
+    plain = layers(12, gather=0.1, compute=2.0, size=1)
+    calls = tuple(
+        replace(transfer, call=1.0, merge=None if transfer.writers else "gathers") for transfer in plain.transfers
+    )
+    done, behind = (find_schedule(replace(plain, transfers=calls, after=after)) for after in (0.0, 60.0))
+    assert [max(map(len, launches(found.schedule))) > 2 for found in (done, behind)] == [False, True]
+    assert behind.timeline.issued < done.timeline.issued + 60.0
+
+
 def _unmergeable(transfer: Transfer) -> Transfer:
     fields = {name: getattr(transfer, name) for name in Transfer.__dataclass_fields__}
     return Transfer(**{**fields, "merge": None})

@@ -45,6 +45,8 @@ def test_a_senseless_compute_task_is_refused_by_name() -> None:
         TaskGraph((Compute("forward", float("nan")),), ())
     with pytest.raises(ValueError, match="'forward': issue is -1"):
         TaskGraph((Compute("forward", 1.0, issue=-1.0),), ())
+    with pytest.raises(ValueError, match="after is -1"):
+        TaskGraph((Compute("forward", 1.0),), (), after=-1.0)
 
 
 def test_neither_schedules_nor_costs_load_torch() -> None:

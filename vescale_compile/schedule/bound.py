@@ -21,7 +21,7 @@ class Bound:
     Attributes:
         compute: all the computation, and what launches and transfers take of the compute device. What repeated
             transfers take is left out.
-        host: all that the host has to issue, without repeated transfers.
+        host: all that the host has to do, without repeated transfers.
         communication: all that the wire must carry, or other links after it, if that is longer. Repeated transfers are
             left out as far as the budget could at best allow it, and those that may share collectives pay one latency.
         critical_path: the longest chain of what must follow one another: the transfers that a position needs, one
@@ -66,8 +66,8 @@ def _taken(graph: TaskGraph) -> float:
 
 
 def _issued(graph: TaskGraph) -> float:
-    """What the host takes at least to issue everything."""
-    return graph.issued[-1] + _joined(_needed(graph), attrgetter("issue"), attrgetter("call"))
+    """What the host takes at least for everything."""
+    return graph.issued[-1] + _joined(_needed(graph), attrgetter("issue"), attrgetter("call")) + graph.after
 
 
 def _needed(graph: TaskGraph) -> list[Transfer]:
@@ -138,7 +138,7 @@ def _reached(graph: TaskGraph) -> list[float]:
                 done = reached[writer] + graph.compute[writer].duration + transfer.duration + transfer.then
             else:
                 brought.append(transfer)
-                first = min(first, issue_together([transfer]))
+                first = min(first, graph.before + issue_together([transfer]))
                 done = first + _seconds(brought)
             reached[position] = max(reached[position], done)
         reached[position] = max(reached[position], graph.elapsed[position] + launches, graph.issued[position] + issue)

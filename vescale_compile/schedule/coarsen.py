@@ -66,4 +66,5 @@ def coarsen(graph: TaskGraph, pieces: int) -> CoarseGraph:
         )
         for transfer in graph.transfers
     )
-    return CoarseGraph(TaskGraph(tuple(tasks), transfers, graph.apart), (*starts, len(graph.compute)))
+    coarse = replace(graph, compute=tuple(tasks), transfers=transfers)
+    return CoarseGraph(coarse, (*starts, len(graph.compute)))

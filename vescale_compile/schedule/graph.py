@@ -137,6 +137,7 @@ class TaskGraph:
         transfers: in any order.
         apart: whether inputs and scratch lie in a memory of their own. Each memory is there all the time, as large as
             it has to be once: what a schedule takes is the most that it holds of either, at whatever moment.
+        before, after: seconds that the host takes before it launches anything, and when it has launched everything.
 
     Raises:
         ValueError: a task that makes no sense; the message names it.
@@ -145,6 +146,8 @@ class TaskGraph:
     compute: tuple[Compute, ...]
     transfers: tuple[Transfer, ...]
     apart: bool = False
+    before: float = 0.0
+    after: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.compute:
@@ -156,6 +159,11 @@ class TaskGraph:
                     raise ValueError(
                         f"compute task {compute.name!r}: {what} is {value}; it must be finite and not negative"
                     )
+        for what in ("before", "after"):
+            if not 0 <= getattr(self, what) < math.inf:
+                raise ValueError(
+                    f"a task graph's {what} is {getattr(self, what)} s; it must be finite and not negative"
+                )
         names: set[str] = set()
         for index, transfer in enumerate(self.transfers):
             if transfer.name in names:
@@ -172,12 +180,13 @@ class TaskGraph:
     @cached_property
     def issued(self) -> tuple[float, ...]:
         """Seconds that the host takes for the compute tasks before each position, and at last for all."""
-        return tuple(itertools.accumulate((compute.issue for compute in self.compute), initial=0.0))
+        return tuple(itertools.accumulate((compute.issue for compute in self.compute), initial=self.before))
 
     def fed(self) -> TaskGraph:
         """The same where the host has launched everything before."""
         compute = tuple(replace(task, issue=0.0) for task in self.compute)
-        return replace(self, compute=compute, transfers=tuple(replace(t, issue=0.0, call=0.0) for t in self.transfers))
+        transfers = tuple(replace(transfer, issue=0.0, call=0.0) for transfer in self.transfers)
+        return replace(self, compute=compute, transfers=transfers, before=0.0, after=0.0)
 
     def split(self, received: int, sent: int) -> Bytes:
         """Bytes by the memory that they lie in."""

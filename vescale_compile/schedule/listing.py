@@ -128,7 +128,7 @@ class _Walk:
         self.returning_at = [[0] * (self.end + 1) for _ in range(2)]  # of which before each position
         self.to_carry = sum(job.duration for job in frame.jobs)  # seconds of the wire, for launches that are to come
         self.launches = sum(job.launch for job in frame.jobs)  # seconds that those launches take
-        self.to_issue = graph.issued[-1] + sum(job.issue for job in frame.jobs)  # seconds that the host takes for all
+        self.to_issue = graph.issued[-1] + sum(job.issue for job in frame.jobs) + graph.after  # seconds of the host
 
     def least_makespan(self) -> float:
         """Seconds that the program will take at least."""

@@ -81,7 +81,7 @@ class Machine:
         self.runs: list[tuple[float, float]] = []
         self.busy_until = 0.0
         self.exposed = 0.0
-        self.issued = 0.0
+        self.issued = self.graph.before
         self.starved = 0.0
         self._lanes: dict[str, list[Collective]] = {}
         self._free = 0.0  # seconds from which on nothing goes over other links
@@ -91,6 +91,11 @@ class Machine:
     def peak(self) -> int:
         """Bytes that the program takes so far, base memory included."""
         return sum(self.most)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until device and host are done, if nothing more is to come."""
+        return max(self.now, self.issued + self.graph.after)
 
     def execute(self, instruction: Instruction) -> None:
         """Runs one instruction.

@@ -105,13 +105,13 @@ def _scheduled(graph: TaskGraph, coarse: CoarseGraph, machine: Machine) -> Sched
 def _frugal(graph: TaskGraph, most: int, tolerance: float, bisections: int) -> Machine:
     """The least memory that allows a makespan within ``tolerance`` of the best in ``most`` bytes, by bisection."""
     best = _Search(graph, most, 0.0).best
-    enough, low = best.now * (1 + tolerance), least_peak(graph)
+    enough, low = best.makespan * (1 + tolerance), least_peak(graph)
     for _ in range(bisections):
         budget = (low + best.peak) // 2
         if budget in (low, best.peak):
             break
         found = _Search(graph, budget, enough).best
-        if found.now <= enough:
+        if found.makespan <= enough:
             best = found
         else:
             low = budget
@@ -211,7 +211,7 @@ class _Search:
                     break
 
     def _try_all(self, lifetimes: Lifetimes, grouping: Grouping) -> None:
-        if self.best.now > self.enough:
+        if self.best.makespan > self.enough:
             frame = Frame.build(lifetimes, grouping)
             for setting in self.settings:
                 self._try(frame, setting)
@@ -222,23 +222,23 @@ class _Search:
         return math.inf if limits is None else self._try_within(limits, frame, setting)
 
     def _try_within(self, limits: Bytes, frame: Frame, setting: Setting) -> float:
-        if self.best.now <= self.enough:
+        if self.best.makespan <= self.enough:
             return math.inf
-        limit = self.best.now * _LIMIT
+        limit = self.best.makespan * _LIMIT
         _, policy, ahead, patient = setting
         machine = list_schedule(frame, limits, policy, ahead=ahead, patient=patient, limit=limit)
         if machine is None:
             return math.inf
         if self._better(machine):
             self.best, self.frame = machine, frame
-        return machine.now
+        return machine.makespan
 
     def _better(self, machine: Machine) -> bool:
         """Faster, or as fast with less memory; sums in another order differ in their last digits."""
-        margin = 1e-9 * self.best.now
-        if abs(machine.now - self.best.now) <= margin:
+        margin = 1e-9 * self.best.makespan
+        if abs(machine.makespan - self.best.makespan) <= margin:
             return machine.peak < self.best.peak
-        return machine.now < self.best.now
+        return machine.makespan < self.best.makespan
 
 
 def _left(most: Sequence[int], budget: int) -> tuple[Bytes, ...]:

@@ -32,14 +32,14 @@ class Timeline:
         makespan: until everything is done and waited for.
         compute: sum of the compute tasks' durations.
         exposed: time in which the computation stands still and waits.
-        starved: time in which the computation stands still until the host has launched what is next.
-        issued: until the host has launched everything.
+        starved: time in which the computation stands still until the host has launched what is next, or is done.
+        issued: until the host is done.
         slowdown: time that the computation lost to launches, and to transfers that load the compute device.
         communication: sum of the transfers' durations, each with the wire to itself, and of what they take after it.
         peak_bytes: the most memory live at any instruction; of memories that are apart, each at its fullest.
         runs: start and stop of each compute task.
         transfers: in launch order.
-        tail: time at the end in which nothing is left to compute or to launch.
+        tail: time at the end of the transfers in which nothing is left to compute or to launch.
     """
 
     makespan: float
@@ -78,15 +78,15 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
         spans.append(TransferSpan(item.transfers, item.started, item.stopped))
     compute = graph.elapsed[-1]
     return Timeline(
-        makespan=machine.now,
+        makespan=machine.makespan,
         compute=compute,
         exposed=machine.exposed,
-        starved=machine.starved,
+        starved=machine.starved + machine.makespan - machine.now,
         slowdown=max(0.0, machine.now - compute - machine.exposed - machine.starved),
         communication=communication,
         peak_bytes=machine.peak,
         runs=tuple(machine.runs),
         transfers=tuple(spans),
         tail=machine.now - machine.busy_until,
-        issued=machine.issued,
+        issued=machine.issued + graph.after,
     )
