@@ -27,12 +27,12 @@ class Stage:
     Attributes:
         alone: until the device is done, if it and the host are at rest before.
         fed: the same, if the host has launched everything before.
-        issued: until the host is done, and goes on to the next part. On a CPU, which is its own host, it counts none.
+        issued: until the host is done, and goes on to the next part. None on a CPU, which is its own host.
     """
 
     alone: float
     fed: float
-    issued: float = 0.0
+    issued: float
 
 
 @dataclass(frozen=True)

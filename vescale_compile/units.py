@@ -11,7 +11,7 @@ from torch import nn
 from .ragged.dtensor import RaggedDTensor
 
 # Of a run, or a part: a collective of less takes as long as one of nothing, or nearly; longer on more ranks. A GPU's
-# host takes as long to launch one as NVLink takes to bring 16 MiB.
+# host takes longer to launch one than NVLink takes to bring 16 MiB, but larger parts take more memory.
 _LEAST_BYTES = 1 << 20
 _LEAST_BYTES_OF_GPU = 1 << 24
 _LEAST_BYTES_OF_RANK = 1 << 18

@@ -24,6 +24,7 @@ _WARMUP, _REPEATS = 3, 30
 _COUNTING = replace(next(iter(DEVICES.values())), issue=1.0)
 
 
+@torch.enable_grad()
 def seconds_of_host(device: str) -> float:
     """Seconds of the host for a kernel, of those that the cost model counts. It compiles for some ten seconds."""
     layer = nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True)
