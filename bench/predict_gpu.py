@@ -4,9 +4,10 @@ The rank is one of ``--world`` whose collectives send nothing, so that a step is
 for the host to launch. It is compiled and predicted for links on which nothing takes time, too. Both are predicted
 
 - by the cost model's table of devices (``--cluster``), from datasheets, two shares of their peaks that are assumed, and
-  an assumed time of launches;
-- by a calibration of this GPU, made here: one large product in each dtype, one copy, and launches. The time of a
-  collective's launch, which takes several ranks to measure, stays the table's.
+  assumed times of its host;
+- by a calibration of this GPU, made here: one large product in each dtype, one copy, launches, and what its host takes
+  for a kernel of generated code. What the host takes for a collective, which several ranks would have to measure, and
+  for parameters stays the table's.
 
 Models are the examples', and with ``--layers`` the first layers of published ones, as Hugging Face has them, whose
 activations are checkpointed (see published.py). Of a measured step a profile tells how long its GPU computes; the rest

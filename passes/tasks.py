@@ -172,22 +172,23 @@ def task_graph(
     ]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
     transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
-    return TaskGraph(tuple(compute), tuple(transfers), True, *_around(context, part))
+    before, after = _around(context, part)
+    return TaskGraph(tuple(compute), tuple(transfers), apart=True, before=before, after=after)
 
 
 def one_task(graph: fx.Graph, context: CompileContext, part: Part) -> TaskGraph:
     """The computation of a graph that communicates nothing, or does nothing else."""
     duration, issue = (sum(seconds.values()) for seconds in _seconds_of(graph, context))
-    return TaskGraph((Compute("computation", duration, issue=issue),), (), False, *_around(context, part))
+    before, after = _around(context, part)
+    return TaskGraph((Compute("computation", duration, issue=issue),), (), before=before, after=after)
 
 
 def _around(context: CompileContext, part: Part) -> tuple[float, float]:
     """Seconds that the host takes for parameters before the graph that reads them, and for gradients afterwards."""
-    if not context.cluster.device.has_host:
-        return 0.0, 0.0
+    of_host = context.cluster.device.of_host
     if part is Part.BACKWARD:
-        return 0.0, host.PARAMETER_GRADIENT * sum(map(len, context.gradients.values()))
-    return host.PARAMETER_READ * sum(len(unit.views) for unit in context.units), 0.0
+        return 0.0, of_host(host.PARAMETER_GRADIENT * sum(map(len, context.gradients.values())))
+    return of_host(host.PARAMETER_READ * sum(len(unit.views) for unit in context.units)), 0.0
 
 
 def _seconds_of(graph: fx.Graph, context: CompileContext) -> tuple[dict[fx.Node, float], dict[fx.Node, float]]:
@@ -241,7 +242,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         launch=cost.launch,
-        issue=host.UNIT if cluster.device.has_host else 0.0,
+        issue=cluster.device.of_host(host.UNIT),
         call=cost.call + average.call,
         then_latency=then.latency,
         then_wire_time=then.wire_time,

@@ -118,7 +118,7 @@ class Simulation:
     @property
     def _update(self) -> Stage:
         """The optimizer's step."""
-        issued = host.PARAMETER_UPDATE * self.trained if self.cluster.device.has_host else 0.0
+        issued = self.cluster.device.of_host(host.PARAMETER_UPDATE * self.trained)
         return Stage(max(self.optimizer_seconds, issued), self.optimizer_seconds, issued)
 
     def _sum(self, what: str) -> float:

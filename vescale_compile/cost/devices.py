@@ -65,6 +65,10 @@ class Device:
         """Whether something else launches its kernels, which takes time."""
         return self.issue > 0
 
+    def of_host(self, seconds: float) -> float:
+        """What takes its host so long: nothing of a CPU, whose computation it is part of."""
+        return seconds if self.has_host else 0.0
+
     def lacks(self, nbytes: int) -> int:
         """Bytes by which ``nbytes`` exceed its memory; 0 where they fit, and where that is not known."""
         return 0 if self.memory_bytes is None else max(0, nbytes - self.memory_bytes)
