@@ -132,10 +132,21 @@ def _tiled(tiles: BlockFP8, name: str, shape: tuple[int, ...]) -> Granularity | 
 def _units(args: argparse.Namespace, blocks: Granularity | BlockFP8 | None, world_size: int) -> Units:
     rule = _rule(args, blocks)
     if args.model is not None:
-        return published(args.model).specs(args.itemsize or 2, rule)
-    from vescale_compile.module_shapes import unit_specs
+        found = published(args.model).specs(args.itemsize or 2, rule)
+    else:
+        from vescale_compile.module_shapes import unit_specs
 
-    return unit_specs(_module(args.module, args.hf_config), rule, world_size, args.device or "cuda", args.alignment)
+        model = _module(args.module, args.hf_config)
+        found = unit_specs(model, rule, world_size, args.device or "cuda", args.alignment)
+    if args.only is not None:
+        _check_only(args.only, [tensor.name for unit in found.values() for tensor in unit])
+    return found
+
+
+def _check_only(only: re.Pattern[str], names: Sequence[str]) -> None:
+    if not any(map(only.search, names)):
+        alike = dict.fromkeys(re.sub(r"\b\d+\b", "N", name) for name in names)  # one for all layers
+        raise ValueError(f"--only {only.pattern}: no such parameter; there are {', '.join(alike)}")
 
 
 @functools.cache

@@ -161,6 +161,14 @@ def test_draw_shows_the_buffers_of_a_unit(capsys: pytest.CaptureFixture[str]) ->
             ["--model", "gpt-oss-120b", "--world", "2", "--only", "x"],
             "--only says which parameters have blocks",
         ),
+        (
+            ["--module", "test_plan_command:Small", "--world", "2", "--rows", "2", "--only", "expert"],
+            "--only expert: no such parameter; there are layers.N.weight, layers.N.bias, embed.weight, norm.weight",
+        ),
+        (
+            ["--model", "llama-3-70b", "--plot", "p.png", "--only", "expert"],
+            "--only expert: no such parameter; there are model.layers.N.self_attn.q_proj.weight",
+        ),
         (["--model", "gpt-oss-120b", "--world", "2", "--json", "--draw", "head"], "leave one of them out"),
         (["--model", "gpt-oss-120b", "--world", "2", "--tile", "256x256"], "--only leaves parameters out"),
         (["--model", "gpt-oss-120b", "--plot", "p.png", "--rows", "2"], "--plot draws its own granularities"),
