@@ -56,7 +56,7 @@ def _on_fsdp2(build: Callable[[nn.Module], Sequence[Optimizer]], package: str | 
     return Contender("FSDP2", shard, build, package)
 
 
-_adamw = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+_adamw = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def _torch_muon(model: nn.Module) -> Sequence[Optimizer]:

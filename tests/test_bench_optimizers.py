@@ -82,6 +82,12 @@ def test_memory_of_a_step_is_what_was_there_and_the_most_that_came_at_once() -> 
     assert found.tensor_peak - found.tensors_before == 2 * 4000
 
 
+@pytest.mark.parametrize("name", ["torch.optim.AdamW", "torch.optim.AdamW, FSDP2", "torch.optim.Muon, FSDP2"])
+def test_every_adamw_of_torch_is_the_fused_one(name: str) -> None:
+    adamw = CONTENDERS[name].build(nn.Linear(4, 4))[-1]
+    assert isinstance(adamw, torch.optim.AdamW) and adamw.defaults["fused"]
+
+
 def measured(name: str, ranks_sent: tuple[float, ...] = (3 * MB, 1 * MB)) -> OptimizerResult:
     profiles = [
         StepProfile({"all_to_all": Traffic(8, 5 * MB, sent)}, Copies(), MB, (i + 2) * MB, None)

@@ -28,7 +28,7 @@ class Recipe:
 
 
 def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def _sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
