@@ -6,20 +6,21 @@ is gathered equals, bit for bit, the whole tensor quantized on one rank. Shards 
 
 Parameters of two or more dimensions are quantized. The others, norms and most biases, are few and every bit of them
 counts: they travel in the same buffer as they are. A parameter's shape decides, never what a rank holds of it, so that
-a stack of experts' biases, [experts, n], is quantized.
+a stack of experts' biases, [experts, n], is quantized. A function in the quantizer's place decides by name: what it
+leaves out, or gives another quantizer, has a buffer of its own in its unit, as what has another dtype.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .planner import Elements, Granularity, Rows
 from .runtime.packing import Tiles
@@ -28,7 +29,10 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny  # of a block of zeros, so that n
 _INT8_MAX = 127.0
 _E4M3_MAX = 448.0
 _MX_BLOCK = 32
-_APART = "or call fully_shard without quantize on the module that has it, then with it on each block, and on the model"
+_LEFT_OUT = (
+    "or leave it out, by a function of its name: quantize=lambda name, param: None if 'router' in name else "
+    "vc.BlockFP8(); quantize_gradients takes one, too"
+)
 
 
 class Quantized(NamedTuple):
@@ -205,7 +209,7 @@ class BlockFP8(BlockQuantizer):
         if h > rows or w > cols:
             raise ValueError(
                 f"tiles of {h} x {w} are larger than its matrices of {rows} x {cols}. Take a smaller tile in "
-                f"vc.BlockFP8(tile=...), or vc.BlockInt8, {_APART}"
+                f"vc.BlockFP8(tile=...), or vc.BlockInt8, {_LEFT_OUT}"
             )
         return Tiles(math.prod(shape[:-2]), rows, cols, h, w)
 
@@ -240,7 +244,7 @@ class MXFP8(BlockQuantizer):
         if shape[-1] < _MX_BLOCK:
             raise ValueError(
                 f"vc.MXFP8 has blocks of {_MX_BLOCK} elements, and its rows have {shape[-1]}. Take vc.BlockInt8, "
-                f"{_APART}"
+                f"{_LEFT_OUT}"
             )
         if shape[-1] % _MX_BLOCK == 0:  # then blocks go on from row to row
             return Tiles(1, 1, math.prod(shape), 1, _MX_BLOCK)
@@ -259,21 +263,62 @@ class MXFP8(BlockQuantizer):
         return _from_e4m3(codes) * torch.where(scales == 0xFF, torch.nan, power)
 
 
+QuantizerFn = Callable[[str, nn.Parameter], BlockQuantizer | None]
+GradientQuantizerFn = Callable[[str, nn.Parameter], BlockInt8 | None]
+
+
+class Quantizers(NamedTuple):
+    """How a parameter and its gradient travel; None for as they are."""
+
+    parameter: BlockQuantizer | None
+    gradient: BlockInt8 | None
+
+
 def check_quantizers(quantize: object, quantize_gradients: object) -> None:
-    """Raises TypeError or ValueError if ``fully_shard`` can't take these arguments of the same names."""
+    """Raises TypeError or ValueError if ``fully_shard`` can't take these arguments of the same names. What functions
+    give is checked where they are called."""
+    _check(*(None if _is_function(each) else each for each in (quantize, quantize_gradients)), where="fully_shard")
+
+
+def quantizers_of(
+    quantize: BlockQuantizer | QuantizerFn | None,
+    quantize_gradients: BlockInt8 | GradientQuantizerFn | None,
+    name: str,
+    parameter: nn.Parameter,
+    where: str,
+) -> Quantizers:
+    """What ``fully_shard``'s arguments of the same names say of a parameter.
+
+    Raises:
+        TypeError, ValueError: a function gave something else; ``where`` begins the message.
+    """
+    chosen = Quantizers(
+        quantize(name, parameter) if callable(quantize) else quantize,
+        quantize_gradients(name, parameter) if callable(quantize_gradients) else quantize_gradients,
+    )
+    _check(*chosen, where=f"{where}fully_shard: parameter {name!r}")
+    return chosen
+
+
+def _is_function(given: object) -> bool:
+    return callable(given) and not isinstance(given, type)  # a quantizer's class would be built with a name
+
+
+def _check(quantize: object, quantize_gradients: object, *, where: str) -> None:
     if quantize is not None and not isinstance(quantize, BlockQuantizer):
         raise TypeError(
-            f"fully_shard: quantize is {quantize!r}; give vc.BlockFP8(tile=(128, 128)), vc.BlockInt8(block=256), "
-            "vc.MXFP8(), or None"
+            f"{where}: quantize is {quantize!r}; give vc.BlockFP8(tile=(128, 128)), vc.BlockInt8(block=256), "
+            "vc.MXFP8() or None, for all parameters or by a function of a parameter's name and the parameter"
         )
     if isinstance(quantize, BlockInt8) and quantize.seed is not None:
         raise ValueError(
-            f"fully_shard: quantize={quantize!r} has a seed, but parameters are rounded to the nearest. Leave it out "
+            f"{where}: quantize={quantize!r} has a seed, but parameters are rounded to the nearest. Leave it out "
             "here; in quantize_gradients it is that of stochastic rounding"
         )
     if quantize_gradients is not None and not isinstance(quantize_gradients, BlockInt8):
         raise TypeError(
-            f"fully_shard: quantize_gradients is {quantize_gradients!r}; give vc.BlockInt8(block=256), or None"
+            f"{where}: quantize_gradients is {quantize_gradients!r}; give vc.BlockInt8(block=256) or None, for all "
+            "parameters or by a function of a parameter's name and the parameter"
         )
 
 
@@ -303,7 +348,7 @@ def _consecutive(shape: Sequence[int], block: int, remedy: str) -> Tiles | None:
     numel = math.prod(shape)
     if numel < block:
         raise ValueError(
-            f"blocks of {block} are larger than it, {numel} elements. Take smaller ones, {remedy}, {_APART}"
+            f"blocks of {block} are larger than it, {numel} elements. Take smaller ones, {remedy}, {_LEFT_OUT}"
         )
     return Tiles(1, 1, numel, 1, block)
 

@@ -15,7 +15,7 @@ from . import stale_optimizers
 from .mesh import DataParallelMesh, data_parallel_mesh, sharding_over
 from .padding import warn_of_padding
 from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
-from .quantize import BlockInt8, BlockQuantizer, check_quantizers
+from .quantize import BlockInt8, BlockQuantizer, GradientQuantizerFn, QuantizerFn, check_quantizers, quantizers_of
 from .ragged.dtensor import RaggedDTensor
 from .ragged.placement import RaggedShard
 from .runtime.boundary import Binding
@@ -37,6 +37,7 @@ from .units import UnitMembers, find_units, group_by_buffer, owners
 _COLLECTIVE_BYTES = 16  # NCCL's fast path wants multiples
 
 Blocks = dict[nn.Parameter, Granularity | None]  # what may not be cut of each parameter
+Layout = tuple[BufferPlan, dict[str, nn.Parameter], CommPolicy]  # of a buffer
 
 
 def fully_shard(
@@ -46,8 +47,8 @@ def fully_shard(
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     granularity: GranularityFn | Sequence[GranularityFn] | None = None,
-    quantize: BlockQuantizer | None = None,
-    quantize_gradients: BlockInt8 | None = None,
+    quantize: BlockQuantizer | QuantizerFn | None = None,
+    quantize_gradients: BlockInt8 | GradientQuantizerFn | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Shards a module's parameters over the ranks of a mesh, as ``torch.distributed.fsdp.fully_shard`` does.
@@ -63,8 +64,8 @@ def fully_shard(
     elements to gather each at once.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
-    (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype and trainability. Build the
-    optimizer afterwards: a step of one that was built before raises RuntimeError.
+    (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype, trainability and choice of
+    quantizers. Build the optimizer afterwards: a step of one that was built before raises RuntimeError.
 
     Nothing is sent: each rank keeps its part of its own values, which must be equal on all. Every rank calls it, in the
     same order.
@@ -87,10 +88,13 @@ def fully_shard(
             (``vescale_compile.optim.AdamW8bit.granularity``). Of several, in a list, no piece of any is cut.
         quantize: ``BlockFP8``, ``BlockInt8`` or ``MXFP8``: gathers bring 8-bit codes and scales, of parameters of two
             or more dimensions, quantized in blocks by the rank that holds them, and dequantized to the dtype of
-            gathers. Shards and gradients are as without.
-        quantize_gradients: ``BlockInt8``: reductions send 8-bit codes and scales, of gradients of the same parameters,
-            rounded stochastically; each rank averages, in float32, what all send it. See :func:`rounding_state`. Over
-            the replicas of a 2-D mesh the averages are exchanged in ``reduce_dtype``.
+            gathers. Shards and gradients are as without. Or a function, called with each parameter's name and the
+            parameter, that gives one of them, or None for a parameter to leave out: routers, embeddings, heads. What
+            has another quantizer, or none, is another gather of its unit.
+        quantize_gradients: ``BlockInt8``: reductions send 8-bit codes and scales, of gradients of parameters of two or
+            more dimensions, rounded stochastically; each rank averages, in float32, what all send it. See
+            :func:`rounding_state`. Over the replicas of a 2-D mesh the averages are exchanged in ``reduce_dtype``. Or a
+            function that gives it, or None, as with ``quantize``.
         ignored_params: parameters to leave as they are, of this module or of others; their gradients are not averaged.
 
     Returns:
@@ -105,29 +109,35 @@ def fully_shard(
     check_arguments(module, reshard_after_forward, mp_policy)
     check_quantizers(quantize, quantize_gradients)
     granularities = granularities_in(granularity)
-    granularities += tuple(each.granularity for each in (quantize, quantize_gradients) if each is not None)
     over = data_parallel_mesh(module, mesh)
     # Before parameters are tied: what holds a parameter of a unit elsewhere is no unit.
     nested = any(unit_of(part) is not None for part in module.modules())
     _tie_to_sharded(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward, quantize, quantize_gradients)
     ignored = ignored_in(ignored_params)
     leave_alone(ignored)
     check_params(module, over, ignored)
     check_one_device(module, over, ignored)
+    blocks: Blocks = {}
+    comms: dict[nn.Parameter, CommPolicy] = {}
     with sharding_over(over):
-        blocks = {  # of all units, before any is changed
-            param: _granularity(granularities, name, param, over.where)
-            for name, param in module.named_parameters()
-            if param not in ignored and not isinstance(param, RaggedDTensor)
-        }
+        for name, param in module.named_parameters():  # of all units, before any is changed
+            if param not in ignored and not isinstance(param, RaggedDTensor):
+                quantizers = quantizers_of(quantize, quantize_gradients, name, param, over.where)
+                uncut = (*granularities, *(each.granularity for each in quantizers if each is not None))
+                blocks[param] = _granularity(uncut, name, param, over.where)
+                comms[param] = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward, *quantizers)
 
-    def planned(params: Mapping[str, nn.Parameter]) -> list[tuple[BufferPlan, dict[str, nn.Parameter]]]:
-        return [(plan, group) for group in group_by_buffer(params) for plan in _plan(group, over, comm, blocks)]
+    def planned(params: Mapping[str, nn.Parameter]) -> list[Layout]:
+        return [
+            (plan, group, comm)
+            for alike in group_by_buffer(params)
+            for comm, group in _by_policy(alike, comms).items()
+            for plan in _plan(group, over, comm, blocks)
+        ]
 
     def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
-        return sum(plan.shard_bytes for plan, _ in planned(params))
+        return sum(plan.shard_bytes for plan, *_ in planned(params))
 
     units = find_units(
         module,
@@ -142,9 +152,9 @@ def fully_shard(
         raise ValueError(f"{where}: no parameters left to shard. {_why_none_is_left(module)}")
     places = owners(module)
     layouts = {members.name: [each for run in members.runs for each in planned(run)] for members in units}
-    warn_of_padding({name: [plan for plan, _ in layout] for name, layout in layouts.items()}, over.whole)
+    warn_of_padding({name: [plan for plan, *_ in layout] for name, layout in layouts.items()}, over.whole)
     for members in units:
-        unit = _shard_unit(members, layouts[members.name], places, over, comm, policy, root=module)
+        unit = _shard_unit(members, layouts[members.name], places, over, policy, root=module)
         make_sharded(members.module, {}, unit)
     if all(members.module is not module for members in units):  # what the root does at its edge, it does without any
         make_sharded(module, {}, _unit_of((), policy, is_root=True))
@@ -170,18 +180,17 @@ def _why_none_is_left(module: nn.Module) -> str:
 
 def _shard_unit(
     members: UnitMembers,
-    plans: Sequence[tuple[BufferPlan, dict[str, nn.Parameter]]],
+    layouts: Sequence[Layout],
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
     mesh: DataParallelMesh,
-    comm: CommPolicy,
     policy: MixedPrecisionPolicy,
     *,
     root: nn.Module,
 ) -> Unit:
     sync = GradientSync()
     buffers = []
-    for ordinal, (plan, group) in enumerate(plans):
-        name = members.name if len(plans) == 1 else f"{members.name}#{ordinal}"
+    for ordinal, (plan, group, comm) in enumerate(layouts):
+        name = members.name if len(layouts) == 1 else f"{members.name}#{ordinal}"
         params = {tensor.name: group[tensor.name] for tensor in plan.tensors}
         buffer = _allocate(name, plan, params, mesh, comm, sync)
         buffer.is_part = members.is_cut
@@ -229,6 +238,16 @@ def _name_buffers(module: nn.Module) -> None:
                     names.get(cast(nn.Parameter, p), s.name) for p, s in zip(buffer.params, buffer.slots, strict=True)
                 ]
                 buffer.rename(unit if len(buffers) == 1 else f"{unit}#{ordinal}", slots)
+
+
+def _by_policy(
+    params: Mapping[str, nn.Parameter], comms: Mapping[nn.Parameter, CommPolicy]
+) -> dict[CommPolicy, dict[str, nn.Parameter]]:
+    """Parameters by how they travel: a collective has one way."""
+    groups: dict[CommPolicy, dict[str, nn.Parameter]] = {}
+    for name, param in params.items():
+        groups.setdefault(comms[param], {})[name] = param
+    return groups
 
 
 def _plan(

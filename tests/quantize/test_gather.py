@@ -102,6 +102,38 @@ def test_a_module_moved_to_another_dtype_is_quantized_there():
         assert torch.equal(got, formats.expected(vc.BlockInt8(32), param.detach().bfloat16(), torch.bfloat16))
 
 
+@on_ranks(2)
+def test_a_function_gives_each_parameter_its_format_or_leaves_it_out():
+    by_name = {"weight0": vc.BlockFP8((3, 5)), "weight2": vc.BlockInt8(7), "weight3": vc.BlockFP8((3, 5))}
+    for lowering in (None, "eager"):
+        torch._dynamo.reset()
+        module = vc.fully_shard(Holder(), quantize=lambda name, param: by_name.get(name))
+        call = torch.compile(module, backend="vescale", options={"lowering": lowering}) if lowering else module
+        for (name, param), got in zip(Holder().named_parameters(), call(), strict=True):
+            quantizer = by_name.get(name)
+            assert torch.equal(got, formats.expected(quantizer, param) if quantizer else param), name
+
+
+def test_what_travels_alike_is_one_buffer():
+    def quantize(name: str, param: nn.Parameter) -> vc.BlockFP8 | None:
+        return None if name == "weight3" else vc.BlockFP8((3, 5))
+
+    with fake_world(2):
+        module = vc.fully_shard(Holder(), quantize=quantize)
+        packed, plain = module._vescale_unit.buffers
+    assert {slot.name for slot in packed.slots} == {"weight0", "weight1", "weight2", "weight4", "weight5"}
+    assert packed.packing is not None
+    assert [slot.name for slot in plain.slots] == ["weight3"]
+    assert plain.packing is None
+
+
+def test_what_is_left_out_may_be_cut_anywhere():
+    with fake_world(2):
+        module = vc.fully_shard(nn.Linear(3, 21, bias=False), quantize=lambda name, param: None)
+        (buffer,) = module._vescale_unit.buffers
+    assert buffer.slots[0].local_numel == 32  # neither rows nor tiles
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -112,6 +144,26 @@ def test_a_module_moved_to_another_dtype_is_quantized_there():
         ({"quantize": vc.BlockFP8()}, ValueError, r"parameter '1.weight0' of shape \(33, 70\): tiles of 128 x 128"),
         ({"quantize": vc.BlockInt8(9000)}, ValueError, r"parameter '1.weight0' .*blocks of 9000 are larger"),
         ({"quantize_gradients": vc.BlockInt8(9000)}, ValueError, r"parameter '1.weight0' .*blocks of 9000 are larger"),
+        (
+            {"quantize": vc.BlockFP8()},
+            ValueError,
+            r"leave it out, by a function of its name: quantize=lambda name, param",
+        ),
+        (
+            {"quantize": lambda name, param: "fp8" if name == "1.weight0" else None},
+            TypeError,
+            r"\[rank 0\] fully_shard: parameter '1.weight0': quantize is 'fp8'; give vc\.BlockFP8",
+        ),
+        (
+            {"quantize": lambda name, param: vc.BlockInt8(seed=1)},
+            ValueError,
+            r"\[rank 0\] fully_shard: parameter '0.0.weight': quantize=.* has a seed",
+        ),
+        (
+            {"quantize_gradients": lambda name, param: vc.MXFP8()},
+            TypeError,
+            r"\[rank 0\] fully_shard: parameter '0.0.weight': quantize_gradients is MXFP8\(\); give vc\.BlockInt8",
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )

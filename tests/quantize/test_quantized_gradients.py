@@ -31,6 +31,17 @@ class Linear(nn.Module):
         return (self.weight * of_weight).sum() + (self.bias * of_bias).sum()
 
 
+class Twice(nn.Module):
+    """Two of them, with the same gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Linear(), Linear()
+
+    def forward(self, of_weight: Tensor, of_bias: Tensor) -> Tensor:
+        return self.first(of_weight, of_bias) + self.second(of_weight, of_bias)
+
+
 def given(rank: int, shape: tuple[int, int] = (33, 70)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(shape, generator=generator), torch.randn(shape[1], generator=generator)
@@ -77,6 +88,17 @@ def test_the_average_is_what_codes_and_scales_of_each_rank_stand_for():
     total = grad * 0.25
     dist.all_reduce(total)
     assert torch.equal(weight, total / 2)
+
+
+@on_ranks(2)
+def test_what_a_function_leaves_out_is_averaged_exactly():
+    def quantize(name: str, param: nn.Parameter) -> vc.BlockInt8 | None:
+        return vc.BlockInt8(32) if name == "first.weight" else None
+
+    module = vc.fully_shard(Twice(), quantize_gradients=quantize)
+    first, _, second, _ = reduced(module, *given(dist.get_rank()))
+    assert not torch.equal(first, average(0))
+    assert torch.equal(second, average(0))
 
 
 def rounded(values: Tensor, times: int, seed: int = 0) -> Tensor:

@@ -7,7 +7,9 @@ from pathlib import Path
 import formats
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import on_ranks
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
@@ -20,6 +22,35 @@ import models
 from test_warm_start import cold_and_warm, trained
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+
+class Routed(nn.Module):
+    """Each block adds what its experts make of a token, as its router weighs them; the router has 3 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(RoutedBlock() for _ in range(2))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class RoutedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.router = nn.Linear(32, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        weights = self.router(x).softmax(-1).unbind(-1)
+        return sum(w.unsqueeze(-1) * expert(x) for w, expert in zip(weights, self.experts, strict=True))
 
 
 @functools.cache
@@ -65,6 +96,26 @@ def test_so_they_are_where_parameters_are_kept_for_the_backward():
 @on_ranks(2)
 def test_so_they_are_with_stacks_of_experts():
     check("hf_gpt_oss_of_one_layer", vc.BlockFP8((4, 4)), "eager", steps=2)
+
+
+@pytest.mark.parametrize("lowering", [None, "eager"])
+@on_ranks(2)
+def test_so_they_are_with_a_router_that_is_left_out_of_tiles_larger_than_it(lowering):
+    torch._dynamo.reset()
+    quantizer, data = vc.BlockFP8((8, 8)), models.batches(3, 64)
+
+    def quantize(name: str, param: nn.Parameter) -> vc.BlockFP8 | None:
+        return None if "router" in name else quantizer
+
+    def through(master: Tensor) -> Tensor:
+        return master if master.shape == (3, 32) else formats.expected(quantizer, master)
+
+    model, call = models.sharded(Routed, compile=lowering, quantize=quantize)
+    losses = models.train(call, model.parameters(), data)
+    masters, expected = models.train_unsharded(Routed, data, "aot_eager" if lowering else None, through)
+    assert losses == expected
+    for (key, param), master in zip(model.named_parameters(), masters.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), master), key
 
 
 @on_ranks(2)
