@@ -1,12 +1,17 @@
 """Every placement becomes every other with the values in place, by the collective that moves the least."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from cases import numbered, random_layouts, shard, uneven, world_mesh
-from ranks import on_ranks
+from ranks import fake_world, on_ranks
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShard
@@ -98,14 +103,76 @@ def test_each_redistribution_is_one_collective() -> None:
         return dict(comms.get_comm_counts())
 
     even = RaggedShard((0,), (2, 2, 2, 2))
+    padded = RaggedShard((0,), (1, 2, 2, 3))
+    by_two = RaggedShard((0,), (0, 3, 5, 0))
+    by_one = RaggedShard((), (0, 0, 1, 0))
     assert collectives(lambda: ragged.redistribute(placements=[even])) == {c10d.all_to_all_single: 1}
     assert collectives(lambda: to_ragged(sharded, uneven(8))) == {c10d.all_to_all_single: 1}
     assert collectives(lambda: ragged.redistribute(placements=[Shard(0)])) == {c10d.all_to_all_single: 1}
-    assert collectives(lambda: to_ragged(partial, uneven(8))) == {c10d.reduce_scatter_tensor: 1}
-    assert collectives(ragged.full_tensor) == {torch.ops.c10d._allgather_base_: 1}
-    assert collectives(shard(full, RaggedShard((), (0, 0, 1, 0))).full_tensor) == {c10d.broadcast: 1}
+    assert collectives(lambda: to_ragged(partial, padded)) == {c10d.reduce_scatter_tensor: 1}
+    assert collectives(lambda: to_ragged(partial, by_two)) == {c10d.all_reduce: 1}
+    assert collectives(shard(full, padded).full_tensor) == {torch.ops.c10d._allgather_base_: 1}
+    assert collectives(shard(full, by_two).full_tensor) == {torch.ops.c10d.allreduce_: 1}
+    assert collectives(shard(full, by_one).full_tensor) == {torch.ops.c10d.broadcast_: 1}
     assert collectives(lambda: shard(full)) == {}
     assert collectives(lambda: ragged.redistribute(placements=ragged.placements)) == {}
+
+
+class Operators(TorchDispatchMode):
+    """How many there were, and the bytes of the largest memory that one returned."""
+
+    count = largest = 0
+
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.count += 1
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
+
+
+def mesh_of(ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ranks,))
+
+
+OF_1024_RANKS = {
+    "one": RaggedShard((), (0, 0, 1) + (0,) * 1021),
+    "two": RaggedShard((0,), (0, 1, 3) + (0,) * 1021),
+    "a quarter": RaggedShard((0,), (0,) * 768 + (1,) * 256),
+}
+few_of_many = pytest.mark.parametrize("placement", OF_1024_RANKS.values(), ids=OF_1024_RANKS)
+
+
+@few_of_many
+def test_the_whole_of_what_few_ranks_hold_takes_its_own_memory(placement: RaggedShard) -> None:
+    with fake_world(1024), Operators() as operators:
+        RaggedDTensor.from_local(torch.empty(0), mesh_of(1024), [placement], shape=(512, 3)).full_tensor()
+    assert operators.largest == 512 * 3 * 4
+
+
+@few_of_many
+def test_reducing_to_few_ranks_takes_the_memory_of_the_whole(placement: RaggedShard) -> None:
+    with fake_world(1024), Operators() as operators:
+        to_ragged(DTensor.from_local(torch.empty(512, 3), mesh_of(1024), [Partial()]), placement)
+    assert operators.largest == 512 * 3 * 4
+
+
+@pytest.mark.parametrize("holders", [8, 4000, 9999])
+def test_the_whole_takes_few_operators_however_many_ranks_there_are(holders: int) -> None:
+    placement = RaggedShard((0,), (1,) * holders + (0,) * (10_000 - holders))
+    with fake_world(10_000):
+        sharded = RaggedDTensor.from_local(torch.empty(1), mesh_of(10_000), [placement], shape=(holders,))
+        with Operators() as operators:
+            sharded.full_tensor()
+    assert operators.count < 30
+
+
+@on_ranks(4)
+def test_what_is_added_up_has_the_bits_that_were_sharded() -> None:
+    full = torch.tensor([-0.0, 0.0, float("nan"), -float("inf"), 1e-45]).repeat(8, 1)
+    full.view(torch.int32)[0, 2] = 0x7F800001  # a signaling NaN
+    whole = shard(full, RaggedShard((0,), (0, 3, 5, 0))).full_tensor()
+    same(whole.view(torch.int32), full.view(torch.int32))
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Moves tensors between RaggedShard and the other placements of a one-dimensional mesh, one collective each.
+"""Moves tensors between RaggedShard and the other placements of a one-dimensional mesh, by one collective each.
 
 A ragged shard and a Shard(0) shard are both one run of the row-major flattened tensor, in rank order. So
 each rank's shard falls, uncopied and in order, into one piece for every rank of the target layout.
@@ -83,27 +83,28 @@ def _move(tensor: DTensor, target: Placement) -> DTensor:
         raise NotImplementedError(f"redistribute from {source} to {target}: redistribute to Replicate first")
 
     if isinstance(target, RaggedShard):
-        intervals = target.intervals(shape)
-        start, stop = intervals[rank]
         if isinstance(source, Replicate):
             # A copy: a view would keep the whole tensor's memory.
+            start, stop = target.interval(shape, rank)
             local = local.reshape(-1)[start:stop].clone()
         elif isinstance(source, Partial):
-            local = _reduce_scatter(local.reshape(-1), intervals, rank, source.reduce_op, group)
+            local = _reduce_scatter(local.reshape(-1), _sizes(target, mesh, shape), rank, source.reduce_op, group)
         else:
             if isinstance(source, Shard) and source.dim != 0:
                 return _move(tensor.redistribute(mesh, [Shard(0)]), target)
-            local = _all_to_all(local.reshape(-1), _intervals(source, mesh, shape), intervals, rank, group)
+            source_intervals = _intervals(_sizes(source, mesh, shape))
+            target_intervals = _intervals(_sizes(target, mesh, shape))
+            local = _all_to_all(local.reshape(-1), source_intervals, target_intervals, rank, group)
         return RaggedDTensor.from_local(local, mesh, [target], shape=shape)
 
     if isinstance(target, Replicate):
-        full = _all_gather(local, _intervals(source, mesh, shape), group).view(shape)
+        full = _all_gather(local.reshape(-1), _sizes(source, mesh, shape), rank, group).view(shape)
         return _dtensor(full, mesh, target, shape)
     if type(target) is Shard:
         if target.dim != 0:
             return _move(tensor, Shard(0)).redistribute(mesh, [target])
-        intervals = _intervals(target, mesh, shape)
-        rows = _all_to_all(local, _intervals(source, mesh, shape), intervals, rank, group)
+        source_intervals = _intervals(_sizes(source, mesh, shape))
+        rows = _all_to_all(local, source_intervals, _intervals(_sizes(target, mesh, shape)), rank, group)
         return _dtensor(rows.view(_shard_rows(mesh, shape)[rank], *shape[1:]), mesh, target, shape)
     raise NotImplementedError(
         f"redistribute from {source} to {target}: the target must be RaggedShard, Replicate, or Shard"
@@ -120,37 +121,67 @@ def _shard_rows(mesh: DeviceMesh, shape: Sequence[int]) -> list[int]:
     return [min(max(shape[0] - rank * chunk, 0), chunk) for rank in range(mesh.size())]
 
 
-def _intervals(placement: Placement, mesh: DeviceMesh, shape: Sequence[int]) -> Intervals:
-    """Each rank's interval of the flattened tensor under a RaggedShard or Shard(0)."""
+def _sizes(placement: Placement, mesh: DeviceMesh, shape: Sequence[int]) -> list[int]:
+    """How many elements of the flattened tensor each rank holds under a RaggedShard or Shard(0)."""
     if isinstance(placement, RaggedShard):
-        return placement.intervals(shape)
+        unit = placement.unit_numel(shape)
+        return [units * unit for units in placement.local_units]
     row = math.prod(shape[1:])
-    stops = [rows * row for rows in itertools.accumulate(_shard_rows(mesh, shape), initial=0)]
-    return tuple(itertools.pairwise(stops))
+    return [rows * row for rows in _shard_rows(mesh, shape)]
 
 
-def _all_gather(local: torch.Tensor, intervals: Intervals, group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole flat tensor on every rank; shards are padded to the largest, unless one is the whole.
+def _intervals(sizes: Sequence[int]) -> Intervals:
+    """Each rank's interval of the flattened tensor."""
+    return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+def _little_is_padding(sizes: Sequence[int]) -> bool:
+    """Whether a collective of shares padded to the largest sends no more than an all-reduce: all elements twice.
+
+    Of a parameter that few of many ranks hold, or one rank nearly all of, padding is up to a whole unit, of memory too,
+    where an all-reduce takes no more than the tensor. Broadcasts or reductions, one for each rank that holds some,
+    would send it once; but there may be hundreds, and each passes through all ranks.
+    """
+    return len(sizes) * max(sizes) <= 2 * sum(sizes)
+
+
+def _all_gather(local: torch.Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole flat tensor on every rank: broadcast if one rank holds it, gathered if little is padding, or else
+    added up, of zeros everywhere but in one rank's shard.
+    """
+    numel, largest = sum(sizes), max(sizes)
+    if numel == 0:
+        return local
+    if largest < numel and _little_is_padding(sizes):
+        return _gather_padded(local, sizes, group)
+    start = sum(sizes[:rank])
+    whole = local.new_zeros(numel)
+    whole[start : start + sizes[rank]] = local
+    bits = whole.view(torch.uint8)  # of floats, -0.0 and NaNs would be changed by adding zero
+    if largest == numel:
+        dist.broadcast(bits, group=group, group_src=sizes.index(numel))
+    else:
+        dist.all_reduce(bits, group=group)
+    return whole
+
+
+def _gather_padded(local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole flat tensor, of shards that are padded to the largest.
 
     Not by the functional all-gather: over gloo that is a coalesced one, and PyTorch 2.13's two worker threads of a
     group both write the name of what they completed last, unlocked. A name of more than 15 characters, as that one's,
     is then freed twice, rarely, and the process dies.
     """
-    sizes = [stop - start for start, stop in intervals]
-    numel, largest = sum(sizes), max(sizes)
-    if numel == 0:
-        return local
-    sent = _movable(local)
-    if largest == numel:
-        sent = sent if sent.numel() else sent.new_empty(numel)
-        return c10d.wait_tensor(c10d.broadcast(sent, sizes.index(numel), group.group_name)).view(local.dtype)
-    sent = F.pad(sent, (0, largest - sent.numel()))
+    largest = max(sizes)
+    sent = F.pad(_movable(local), (0, largest - local.numel()))
     gathered = sent.new_empty(len(sizes) * largest)
     all_gather_single(gathered, sent, group=group)
-    gathered = gathered.view(local.dtype)
-    if largest * len(sizes) == numel:
-        return gathered
-    return torch.cat([gathered[rank * largest :][:size] for rank, size in enumerate(sizes)])
+    shards = gathered.view(local.dtype).view(len(sizes), largest)
+    # There may be thousands of ranks: those that follow one another with as many elements are one piece.
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
+    of_runs = shards.split([ranks for _, ranks in runs])
+    pieces = [rows[:, :size].reshape(-1) for (size, _), rows in zip(runs, of_runs, strict=True)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _all_to_all(
@@ -166,15 +197,20 @@ def _all_to_all(
 
 
 def _reduce_scatter(
-    full: torch.Tensor, intervals: Intervals, rank: int, reduce_op: str, group: dist.ProcessGroup
+    full: torch.Tensor, sizes: Sequence[int], rank: int, reduce_op: str, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """This rank's slice of the reduction of every rank's `full` (flat); slices are padded to the largest."""
-    sizes = [stop - start for start, stop in intervals]
+    """This rank's slice of the reduction of every rank's `full` (flat): slices are padded to the largest, or, where
+    that is much, all of it is reduced.
+    """
     largest = max(sizes)
-    if sum(sizes) == 0:
+    if full.numel() == 0:
         return full
+    if not _little_is_padding(sizes):
+        start = sum(sizes[:rank])
+        reduced = c10d.wait_tensor(c10d.all_reduce(full.contiguous(), reduce_op, group.group_name))
+        return reduced[start : start + sizes[rank]].clone()
     if largest * len(sizes) != full.numel():
-        full = torch.cat([F.pad(full[start:stop], (0, largest - stop + start)) for start, stop in intervals])
+        full = torch.cat([F.pad(part, (0, largest - part.numel())) for part in full.split(list(sizes))])
     reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(full.contiguous(), reduce_op, len(sizes), group.group_name))
     # Without its padding: a slice would keep it in memory.
     return reduced if sizes[rank] == largest else reduced[: sizes[rank]].clone()
