@@ -180,6 +180,13 @@ def test_a_shard_of_a_replicated_tensor_does_not_keep_it_alive() -> None:
     assert shard(torch.zeros(100, 100)).to_local().untyped_storage().nbytes() == 4 * 10000 * dist.get_rank()
 
 
+def test_the_whole_is_refused_in_compiled_code() -> None:
+    with fake_world(2):
+        sharded = RaggedDTensor.from_local(torch.empty(1), mesh_of(2), [RaggedShard((0,), (1, 2))], shape=(3,))
+        with pytest.raises(RuntimeError, match=r"\[rank 0\] full_tensor\(\).*shape \(3,\).*Call it outside"):
+            torch.compile(lambda: sharded.full_tensor().sum(), backend="aot_eager")()
+
+
 @on_ranks(2)
 def test_redistribution_that_cannot_be_says_why() -> None:
     ragged = shard(numbered((4, 3)))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from vescale_compile.ragged.dtensor import RaggedDTensor, check_layout, row_major_strides
 from vescale_compile.ragged.placement import RaggedShard
-from vescale_compile.torch_internals import all_gather_single
+from vescale_compile.torch_internals import all_gather_single, is_traced_to_operators
 
 c10d = torch.ops._c10d_functional
 
@@ -98,6 +98,7 @@ def _move(tensor: DTensor, target: Placement) -> DTensor:
         return RaggedDTensor.from_local(local, mesh, [target], shape=shape)
 
     if isinstance(target, Replicate):
+        _check_runs_now(tensor)
         full = _all_gather(local.reshape(-1), _sizes(source, mesh, shape), rank, group).view(shape)
         return _dtensor(full, mesh, target, shape)
     if type(target) is Shard:
@@ -109,6 +110,15 @@ def _move(tensor: DTensor, target: Placement) -> DTensor:
     raise NotImplementedError(
         f"redistribute from {source} to {target}: the target must be RaggedShard, Replicate, or Shard"
     )
+
+
+def _check_runs_now(tensor: DTensor) -> None:
+    """Who compiles what sends into memory takes it to write nothing, and would return that memory as it was."""
+    if is_traced_to_operators(tensor):
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] full_tensor() (or redistribute to Replicate) of a sharded tensor of shape "
+            f"{tuple(tensor.shape)} is called in compiled code. Call it outside of what torch.compile compiles"
+        )
 
 
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
