@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_internals import default_store
+from ..torch_internals import default_store, timeout_of
 from .collectives import exchanges_directly
 from .dbuffer import DBuffer
 from .messages import connect
@@ -37,10 +37,14 @@ _SAME_MODEL = (
     "Every rank must build the same model, in the same order, with the same parameters frozen, and compile and call it "
     "alike (with the same options, in training or evaluation, inside no_sync or not)."
 )
-_OTHERWISE_BUSY = "They are not doing what the other ranks do: compare what each rank calls before this point."
+_OTHERWISE_BUSY = "If not, they are not doing what the other ranks do: compare what each rank calls before this point."
+_STILL_LOADING = (
+    "If they were still loading, say, give them longer: torch.distributed.init_process_group(timeout=...). "
+    + _OTHERWISE_BUSY
+)
 _STILL_COMPILING = (
-    "If they were still compiling, give them longer: torch.compile(..., options={'deadline': seconds}). If not, they "
-    "are not doing what the other ranks do: compare what each rank calls before this point."
+    "If they were still loading or compiling, give them longer: torch.compile(..., options={'deadline': seconds}). "
+    + _OTHERWISE_BUSY
 )
 _STILL_COMPILED = (
     "If they run compiled code for this unit, this rank has left it: Dynamo stops compiling what it has compiled "
@@ -110,29 +114,31 @@ class RanksMissing(RuntimeError):
 
 
 @torch.compiler.disable
-def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float = DEADLINE_S) -> None:
+def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float | None = None) -> None:
     """:func:`agree` on the layout of units, and of replicas on their values, once for each buffer, where first read,
-    and connect, while all are here.
+    and connect, while all are here; for ``deadline_s`` in compiled code.
 
     Every rank comes to that point, whether it compiles a graph there or has one already.
     """
     fresh = [buffer for buffer in buffers if not buffer.agreed]
+    absent = _STILL_LOADING if deadline_s is None else _STILL_COMPILING
     for mesh in dict.fromkeys(buffer.mesh for buffer in fresh):
         members = [buffer for buffer in fresh if buffer.mesh == mesh]
         params, layouts = zip(*(each.describe() for each in members), strict=True)
         lines = [*sorted(chain.from_iterable(params)), *chain.from_iterable(layouts)]  # the most telling first
-        agree(mesh, "sharded model", lines, deadline_s=deadline_s)
+        agree(mesh, "sharded model", lines, absent=absent, deadline_s=deadline_s)
         if any(buffer.replicas is not None for buffer in members):
             sums = [f"unit {each.name}: checksum of this shard {each.checksum()}" for each in members]
             names = mesh.mesh_dim_names or ()
-            agree(mesh[names[0]], "values of replicas", sums, remedy=_SAME_VALUES, deadline_s=deadline_s)
+            replicas = mesh[names[0]]
+            agree(replicas, "values of replicas", sums, remedy=_SAME_VALUES, absent=absent, deadline_s=deadline_s)
         for buffer in members:
             if exchanges_directly(buffer.shard.device, buffer.group):
                 connect(buffer.group)
             buffer.agreed = True
 
 
-def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline_s: float = DEADLINE_S) -> None:
+def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline_s: float) -> None:
     """:func:`agree` on a graph's options and the order, sizes and dtypes of its collectives, once for each sequence of
     them.
 
@@ -193,8 +199,8 @@ def agree(
     lines: Sequence[str],
     *,
     remedy: str = _SAME_MODEL,
-    absent: str = _OTHERWISE_BUSY,
-    deadline_s: float = DEADLINE_S,
+    absent: str = _STILL_LOADING,
+    deadline_s: float | None = None,
 ) -> None:
     """Raises on every rank of ``mesh`` unless all of them call this with the same ``lines``.
 
@@ -205,7 +211,7 @@ def agree(
         lines: what must be equal. The first line that differs is quoted.
         remedy: ends the message of RanksDisagree.
         absent: ends the message of RanksMissing.
-        deadline_s: how long to wait for the other ranks, seconds.
+        deadline_s: how long to wait for the other ranks, seconds. None: as long as collectives of the mesh may take.
 
     Raises:
         RanksDisagree: naming the ranks that differ, and the first difference.
@@ -213,6 +219,8 @@ def agree(
     """
     if mesh.size() == 1 or dist.get_backend() == "fake":
         return
+    if deadline_s is None:
+        deadline_s = timeout_of(mesh.get_group(0), torch.device(mesh.device_type)).total_seconds()
     exchange = _Exchange(mesh, what, list(lines), remedy, absent, deadline_s)
     message = exchange.judge() if exchange.rank == exchange.ranks[0] else exchange.read_verdict()
     if message is not None:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..torch_internals import after_backward, backward_id
+from ..torch_internals import in_backward
 from .arrivals import Arrival, arrival_of
-from .dbuffer import DBuffer
+from .backwards import running_backward
+from .dbuffer import DBuffer, Peers
 from .model import Forward
 from .unshard import reduce_scatter
 from .used import used_on_any_rank
@@ -85,6 +86,8 @@ def flat_input(
         used: indices of the parameters that have a gradient, read when the backward has computed them.
         forward: what reads the parameters.
     """
+    if in_backward():
+        running_backward()  # what is computed again here may be followed by a backward of its own
     trainable = tuple(p for p in params if p.requires_grad)
     if not (torch.is_grad_enabled() and trainable):
         return buffer.shard
@@ -114,15 +117,18 @@ class _FlatInput(torch.autograd.Function):
         buffer: DBuffer = ctx.buffer
         params: tuple[ShardedParameter, ...] = ctx.params
         ctx.forward.end()
-        if ctx.reduces and buffer.sync.peers.first_of(backward_id()):
-            after_backward(functools.partial(_reduce_left, buffer.sync.peers.buffers()))
+        backward = running_backward()
+        if ctx.reduces and buffer.sync.accumulates:
+            peers = buffer.sync.peers
+            backward.at_end(peers, functools.partial(_reduce_left, peers))
         if grad is not None and not ctx.reduces:
             buffer.reductions.held(set(ctx.used), compiled=ctx.forward.compiled)
         if grad is None or not ctx.reduces:
             return (None,) * (4 + len(params))
         owed = _owed(buffer, set(ctx.used), compiled=ctx.forward.compiled)
         _set_aside(buffer, grad, owed - {p._vescale_binding.slot for p in params})
-        local = (_all_there_is(p, grad) if p._vescale_binding.slot in owed else None for p in params)
+        earlier = backward.aside.get(buffer, {})
+        local = (_all_there_is(p, grad, earlier) if p._vescale_binding.slot in owed else None for p in params)
         return None, None, None, None, *local
 
 
@@ -133,10 +139,10 @@ def _owed(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[int]:
     return used_on_any_rank(buffer, used | earlier, compiled=compiled and earlier_compiled)
 
 
-def _reduce_left(buffers: Sequence[DBuffer]) -> None:
+def _reduce_left(peers: Peers) -> None:
     """Reduces what accumulated for units that the last micro-batch did not use, or after their own reductions, where
     one backward runs through forwards inside and outside ``no_sync``."""
-    for buffer in buffers:
+    for buffer in peers.buffers():
         if buffer.sync.enabled and (total := buffer.reductions.take()) is not None:
             reduced = reduce_scatter(total, buffer.reductions_handle, buffer.comm(buffer.number)).to(buffer.shard.dtype)
             _set_aside(buffer, reduced, _owed(buffer, set(), compiled=True))
@@ -148,10 +154,9 @@ def _local_grad(param: ShardedParameter, flat_grad: Tensor) -> Tensor:
     return param.with_local(local) if arrival is None else param.with_arriving(local, arrival)
 
 
-def _all_there_is(param: ShardedParameter, flat_grad: Tensor) -> Tensor:
+def _all_there_is(param: ShardedParameter, flat_grad: Tensor, aside: dict[int, Tensor]) -> Tensor:
     """A parameter's gradient, and what was set aside of it."""
-    buffer, index = param._vescale_binding
-    earlier = buffer.reductions.set_aside(backward_id()).pop(index, None)
+    earlier = aside.pop(param._vescale_binding.slot, None)
     own = _local_grad(param, flat_grad)
     return own if earlier is None else earlier + own
 
@@ -161,9 +166,9 @@ def _set_aside(buffer: DBuffer, flat_grad: Tensor, indices: set[int]) -> None:
     through so far. If it comes to them, they are added to what autograd then gives them; else they are given apart."""
     if not indices:
         return
-    aside = buffer.reductions.set_aside(backward_id())
-    if not aside:
-        after_backward(functools.partial(_give, buffer, aside))
+    backward = running_backward()
+    aside = backward.aside.setdefault(buffer, {})
+    backward.at_end(buffer, functools.partial(_give, buffer, aside))
     for index in indices:
         grad = _local_grad(cast(ShardedParameter, buffer.params[index]), flat_grad)
         aside[index] = aside[index] + grad if index in aside else grad

@@ -95,19 +95,12 @@ class Peers:
 
     def __init__(self, buffers: Iterable[DBuffer] = ()) -> None:
         self._buffers = [weakref.ref(buffer) for buffer in buffers]
-        self._backward = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
         return Peers()
 
     def buffers(self) -> list[DBuffer]:
         return [buffer for each in self._buffers if (buffer := each()) is not None]
-
-    def first_of(self, backward: int) -> bool:
-        """Whether there are any, and this is the first that is asked in a backward."""
-        first = bool(self._buffers) and backward != self._backward
-        self._backward = backward
-        return first
 
 
 @dataclass(eq=False)
@@ -191,6 +184,7 @@ class DBuffer:
         memo[id(self)] = copied  # before the parameters, which lead back here
         for name in ("shard", "params", "model", "sync", "reductions"):
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        copied.deadline, copied.left_compiled_code = None, False  # no graph has gathered it
         copied.model.buffers.add(copied)
         for index, param in enumerate(copied.params):  # copied by itself, each has lost the shard's count of writes
             cast(DTensor, param)._local_tensor = copied.local(copied.shard, index)

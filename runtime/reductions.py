@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import itertools
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import ReceivesGradients, left_out, receivers_of_gradients, will_run
+from ..torch_internals import ReceivesGradients, backward_node, left_out, will_run
 from .rounding import Rounding
 
 _numbers = itertools.count()
@@ -39,7 +39,6 @@ class Reductions:
         self._held: set[int] = set()
         self._sent: set[int] = set()
         self._compiled = True
-        self._backward, self._aside = -1, dict[int, Tensor]()
         number = next(_numbers)
         self.handle = torch.tensor([number], device="cpu")
         _living[number] = self
@@ -74,12 +73,6 @@ class Reductions:
         found = self._sent, self._compiled or not self._sent
         self._sent, self._compiled = set(), self._compiled or not self._held
         return found
-
-    def set_aside(self, backward: int) -> dict[int, Tensor]:
-        """Of a backward that is running: reduced gradients by the indices of parameters that it has not come to."""
-        if backward != self._backward:  # what an earlier one has left, it has raised
-            self._backward, self._aside = backward, {}
-        return self._aside
 
     def forget(self) -> None:
         """Drops what was held back."""
@@ -155,8 +148,16 @@ def _comes_to(receiver: ReceivesGradients) -> bool:
     return True
 
 
+_receivers: WeakKeyDictionary[Any, dict[Reductions, ReceivesGradients]] = WeakKeyDictionary()
+"""By autograd node, looked through once: a node of a whole model's graph gives gradients to each of its units."""
+
+
 def _receiver(reductions: Reductions) -> ReceivesGradients | None:
     """What will receive the unit's gradients; None outside of backwards."""
-    # Programs have autograd functions of their own, which may keep a buffer too.
-    buffers = ((each, getattr(each, "buffer", None)) for each in receivers_of_gradients())
-    return next((each for each, buffer in buffers if getattr(buffer, "reductions", None) is reductions), None)
+    if (node := backward_node()) is None:
+        return None
+    if (found := _receivers.get(node)) is None:
+        # Programs have autograd functions of their own, which may keep a buffer too.
+        others = ((getattr(getattr(each, "buffer", None), "reductions", None), each) for each, _ in node.next_functions)
+        found = _receivers[node] = {its: each for its, each in others if isinstance(its, Reductions)}
+    return found.get(reductions)

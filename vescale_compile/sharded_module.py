@@ -33,14 +33,20 @@ class Access:
     Attributes:
         place: names the layout of the parameter's buffer, and the parameter's index in it.
         buffer: the buffer.
+        slot: that index.
     """
 
     place: str
     buffer: DBuffer
+    slot: int
 
     @staticmethod
     def to(binding: Binding) -> Access:
-        return Access(f"{binding.buffer.layout}/{binding.slot}", binding.buffer)
+        return Access(f"{binding.buffer.layout}/{binding.slot}", binding.buffer, binding.slot)
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"[rank {self.buffer.rank}] parameter {self.buffer.slots[self.slot].name!r}"
 
 
 @dataclass
@@ -118,9 +124,9 @@ class ShardedModule(nn.Module):
             binding = binding_of(param)
             if binding is None:
                 raise RuntimeError(
-                    f"parameter {name!r} of this {type(self).__name__} is sharded, and would be replaced by a tensor "
-                    "that is not. Write its values into it: with torch.no_grad(): module."
-                    f"{name}.copy_(full_tensor), or replace it before fully_shard"
+                    f"{self._vescale_access[name]} is sharded, and would be replaced by a tensor that is not. Write "
+                    f"its values into it: with torch.no_grad(): module.{name}.copy_(full_tensor), or replace it before "
+                    "fully_shard"
                 )
             self._vescale_access[name] = Access.to(binding)
         super().register_parameter(name, param)
@@ -134,10 +140,11 @@ class ShardedModule(nn.Module):
         return getattr(owner, name) if name in owner._parameters else super().get_parameter(target)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
-        if local_metadata.get("assign_to_params_buffers") and self._vescale_access:
+        replaced = next((access for name, access in self._vescale_access.items() if prefix + name in state_dict), None)
+        if local_metadata.get("assign_to_params_buffers") and replaced is not None:
             raise RuntimeError(
-                f"load_state_dict(assign=True) would take the sharded parameters of {prefix or 'the module'} out of "
-                "their buffer. Leave assign out; call to_empty first if the module is on the meta device"
+                f"{replaced} is sharded, and load_state_dict(assign=True) would take it out of its unit's buffer. "
+                "Leave assign out; call to_empty first if the module is on the meta device"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 

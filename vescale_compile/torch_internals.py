@@ -493,11 +493,6 @@ def profiled_to_the_end(device: torch.device) -> bool:
     return device.type == "cpu" and torch._C._autograd._profiler_enabled()
 
 
-def backward_id() -> int:
-    """Of the autograd backward that this thread is running, no two the same; -1 for none."""
-    return torch._C._current_graph_task_id()
-
-
 class ReceivesGradients(Protocol):
     """The context of an autograd function, by what it keeps there."""
 
@@ -506,11 +501,10 @@ class ReceivesGradients(Protocol):
     params: tuple[Any, ...]
 
 
-def receivers_of_gradients() -> list[Any]:
-    """What the autograd node that this thread is running gives gradients to. No public name tells a backward which
+def backward_node() -> Any:
+    """The autograd node that this thread is running, None outside of backwards. No public name tells a backward which
     forward's it is."""
-    node = torch._C._current_autograd_node()
-    return [function for function, _ in node.next_functions] if node is not None else []
+    return torch._C._current_autograd_node()
 
 
 def will_run(function: ReceivesGradients) -> bool:
@@ -534,7 +528,7 @@ def _adds_to_grad(leaf: Any) -> bool:
 
 def in_backward() -> bool:
     """Whether this thread is running an autograd backward."""
-    return backward_id() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -547,12 +541,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long what is sent over gloo to ranks of a group may take. Public calls take it, and none tells it.
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long what a group sends from a type of device may take. Public calls take it, and none tells it.
 
     With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is wrapped in one that checks, which before 2.12 has no options.
     """
-    backend = backend_of(group, torch.device("cpu"))
+    backend = backend_of(group, device)
     return getattr(backend, "wrapped_pg", backend).options._timeout
 
 
@@ -565,7 +559,7 @@ def group_beside(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     store = PrefixStore(f"vescale/{group.group_name}/{name}", default_store())
     rank, size, gloo = group.rank(), group.size(), dist.ProcessGroup.BackendType.GLOO
     beside = dist.ProcessGroup(store, rank, size)
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout_of(group))
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout_of(group, torch.device("cpu")))
     beside._register_backend(torch.device("cpu"), gloo, backend)
     beside._set_default_backend(gloo)
     beside._set_group_name(f"{group.group_name} {name}")  # type: ignore[arg-type]

@@ -157,6 +157,18 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
 
 
 @on_ranks(2)
+def test_without_a_deadline_ranks_are_waited_for_as_long_as_for_a_collective():
+    late = dist.get_rank() == ODD
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=0.5)), "cpu")
+    if late:
+        dist.barrier()
+    with pytest.raises(RanksMissing, match=r"no answer from rank 1 within 0\.5 s.*init_process_group\(timeout"):
+        agree(mesh, "test", [])
+    if not late:
+        dist.barrier()
+
+
+@on_ranks(2)
 def test_ranks_meet_over_a_store_that_wakes_nobody_where_a_value_is_compared_and_set():
     """As TCPStore does without libuv: they would sleep until the deadline, though all have come."""
     mesh, posted = init_device_mesh("cpu", (2,)), agreement.default_store()

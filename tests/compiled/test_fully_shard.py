@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vescale_compile as vc
 from vescale_compile.mesh import simulated_on
+from vescale_compile.runtime import agreement
 from vescale_compile.sharded_module import buffers_in
 
 # Parameters
@@ -308,6 +309,17 @@ def test_a_recurrent_network_keeps_no_gathered_parameters_after_its_forward():
 
 
 @on_ranks(2)
+def test_a_copy_leaves_no_compiled_code_that_ran_for_the_original_alone():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    data = models.batches(1, 11)
+    call(*data[0])
+    twin = copy.deepcopy(model)
+    with mock.patch.object(agreement, "agree", side_effect=AssertionError):
+        twin(*data[0])
+
+
+@on_ranks(2)
 def test_deepcopy_gives_a_model_of_its_own():
     model = vc.fully_shard(models.build(models.Uneven))
     twin = copy.deepcopy(model)
@@ -330,11 +342,18 @@ def test_a_write_to_a_parameter_of_a_copy_is_one_to_its_shard():
 
 
 @on_ranks(2)
+def test_what_is_not_sharded_may_be_assigned():
+    model = vc.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model.load_state_dict({"1.running_mean": torch.full((4,), 3.0)}, strict=False, assign=True)
+    assert torch.equal(model[1].running_mean, torch.full((4,), 3.0))
+
+
+@on_ranks(2)
 def test_what_would_replace_a_sharded_parameter_is_refused():
     model = vc.fully_shard(models.build(models.Uneven))
-    with pytest.raises(RuntimeError, match=r"'weight' of this Linear is sharded.*copy_\(full_tensor\)"):
+    with pytest.raises(RuntimeError, match=r"rank \d\] parameter 'head\.weight' is sharded.*copy_\(full_tensor\)"):
         model.head.weight = nn.Parameter(torch.ones(11, 13))
-    with pytest.raises(RuntimeError, match="Leave assign out"):
+    with pytest.raises(RuntimeError, match=r"rank \d\] parameter '.*weight'.*Leave assign out"):
         model.load_state_dict(model.state_dict(), assign=True)
     strangers = {name: param * 1 for name, param in model.named_parameters()}
     with pytest.raises(RuntimeError, match="fully_shard did not make it"):
