@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from .runtime.boundary import binding_of
+from .torch_internals import default_store
 
 _sharding_ranks: ContextVar[int] = ContextVar("ranks that fully_shard is sharding over")
 _simulated: ContextVar[str] = ContextVar("type of the devices that a simulation's mesh stands for")
@@ -114,27 +116,42 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
             f"{where}has two dimensions without names; name them, as in "
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
         )
-    if id(mesh) not in _known:
-        _known[id(mesh)] = DataParallelMesh(mesh, mesh[names[1]])
-    return _known[id(mesh)]
+    replicated = _meshes().replicated
+    if id(mesh) not in replicated:
+        replicated[id(mesh)] = DataParallelMesh(mesh, mesh[names[1]])
+    return replicated[id(mesh)]
 
 
-# Each would be another object at each call of fully_shard, and PyTorch compares all ranks of meshes that are not one
-# object. They are not found by equality: equal meshes may have groups of their own.
-_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
-_known: dict[int, DataParallelMesh] = {}  # by the mesh, which it keeps
+@dataclass
+class _Meshes:
+    """Each would be another object at each call of ``fully_shard``, and PyTorch compares all ranks of meshes that are
+    not one object. They are not found by equality: equal meshes may have groups of their own.
+    """
+
+    of_all_ranks: dict[tuple[dist.ProcessGroup, str], DeviceMesh] = field(default_factory=dict)  # and type of device
+    replicated: dict[int, DataParallelMesh] = field(default_factory=dict)  # by the mesh, which it keeps
+
+
+# PyTorch lets go of the default group's store when the group is destroyed. Of the group nothing would tell: meshes keep
+# their groups.
+_of_stores: WeakKeyDictionary[Store, _Meshes] = WeakKeyDictionary()
+
+
+def _meshes() -> _Meshes:
+    return _of_stores.setdefault(default_store(), _Meshes())
 
 
 def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
     """The one mesh of all ranks on such devices, over the default process group."""
-    assert dist.group.WORLD is not None
-    meshes = _meshes.setdefault(dist.group.WORLD, {})
-    if device_type not in meshes and device_type == "cpu":
+    world = dist.group.WORLD
+    assert world is not None
+    meshes, key = _meshes().of_all_ranks, (world, device_type)
+    if key not in meshes and device_type == "cpu":
         # Where there is a GPU, init_device_mesh would make another group for CPUs, without this one's timeout.
-        meshes[device_type] = DeviceMesh.from_group(dist.group.WORLD, device_type)
-    elif device_type not in meshes:
-        meshes[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
-    return meshes[device_type]
+        meshes[key] = DeviceMesh.from_group(world, device_type)
+    elif key not in meshes:
+        meshes[key] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return meshes[key]
 
 
 def _check_communicates(mesh: DeviceMesh, where: str) -> None:
