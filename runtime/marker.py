@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..torch_internals import is_fake, is_traced_to_operators, never_start_tracing_at, operators_traced_into
 from . import eager
-from .boundary import bound
+from .boundary import binding_of, bound
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 """The one operator whose body may read parameters: ``hoist`` moves the calls out of it."""
@@ -50,10 +50,19 @@ def _check_has_memory(param: Tensor) -> None:
     """A backend that communicates nothing is for graphs of models that have none."""
     if param.is_meta and dist.get_backend() != "fake":
         raise RuntimeError(
-            f"[rank {dist.get_rank()}] a sharded parameter of shape {tuple(param.shape)} is on the meta device: it "
-            "has no memory. Before the first step, on every rank: model.to_empty(device=...), then initialize its "
-            "parameters or load a checkpoint"
+            f"[rank {dist.get_rank()}] a sharded parameter {_described(param)} is on the meta device: it has no "
+            "memory. Before the first step, on every rank: model.to_empty(device=...), then initialize its parameters "
+            "or load a checkpoint"
         )
+
+
+def _described(param: Tensor) -> str:
+    """By its name, which the shape that Dynamo traces with does not have."""
+    binding = binding_of(param)
+    if binding is None:
+        return f"of shape {tuple(param.shape)}"
+    slot = binding.buffer.slots[binding.slot]
+    return f"({slot.name!r} of unit {binding.buffer.name!r}, of shape {slot.shape})"
 
 
 def _check_readable_here(param: Tensor) -> None:
@@ -68,4 +77,4 @@ def _check_readable_here(param: Tensor) -> None:
             )
 
 
-never_start_tracing_at(unshard_param, is_fake, bound, _check_has_memory)
+never_start_tracing_at(unshard_param, is_fake, bound, _check_has_memory, _described)

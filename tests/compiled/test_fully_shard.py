@@ -211,6 +211,16 @@ def test_hugging_face_models_initialize_from_meta():
 
 
 @on_ranks(2)
+def test_a_parameter_that_has_no_memory_yet_is_named():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.ModuleList([nn.Linear(4, 8)]), nn.Linear(4, 8))
+    vc.fully_shard(model)
+    model.forward = lambda x: model[1](model[0][0](x))
+    with pytest.raises(RuntimeError, match=r"\[rank \d\] .*'0\.0\.weight' of unit '0\.0', of shape \(8, 4\).* meta"):
+        model(torch.ones(2, 4))
+
+
+@on_ranks(2)
 def test_to_dtype_converts_the_buffer_and_the_parameters_stay_views_of_it():
     model, whole = vc.fully_shard(models.build(models.Uneven)), models.build(models.Uneven).double()
     params = list(model.parameters())
