@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import attrgetter
 
 from vescale_compile.schedule.graph import TaskGraph, Transfer, issue_together
+from vescale_compile.schedule.sums import Joined, Knapsack
 
 _UNLIMITED = 1 << 62
+
+_ByPosition = dict[int, list[Transfer]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ def lower_bound(graph: TaskGraph, budget: int | None = None) -> Bound:
     return Bound(
         compute=graph.elapsed[-1] + _taken(graph),
         host=_issued(graph),
-        communication=max(_seconds(graph.transfers) - _most_saved(graph, room), _seconds_then(_needed(graph))),
+        communication=max(
+            _seconds(graph.transfers).seconds - _most_saved(graph, room), _seconds_then(_needed(graph)).seconds
+        ),
         critical_path=max(reached[-1], _longest_tail(graph, reached, room)),
     )
 
@@ -67,7 +72,7 @@ def _taken(graph: TaskGraph) -> float:
 
 def _issued(graph: TaskGraph) -> float:
     """What the host takes at least for everything."""
-    return graph.issued[-1] + _joined(_needed(graph), attrgetter("issue"), attrgetter("call")) + graph.after
+    return graph.issued[-1] + Joined(attrgetter("issue"), attrgetter("call"), _needed(graph)).seconds + graph.after
 
 
 def _needed(graph: TaskGraph) -> list[Transfer]:
@@ -78,11 +83,11 @@ def _needed(graph: TaskGraph) -> list[Transfer]:
 def _held(graph: TaskGraph) -> list[int]:
     """By position, what every schedule holds while the compute task there runs. Scratch is not among it: a collective
     could be in flight before or after any one task."""
-    held = [compute.live_bytes for compute in graph.compute]
+    more = [0] * (len(graph.compute) + 1)  # than at the position before
 
     def hold(nbytes: int, start: int, stop: int) -> None:
-        for position in range(start, stop):
-            held[position] += nbytes
+        more[start] += nbytes
+        more[stop] -= nbytes
 
     for transfer in graph.transfers:
         due = len(graph.compute) if transfer.deadline is None else transfer.deadline
@@ -91,31 +96,18 @@ def _held(graph: TaskGraph) -> list[int]:
             hold(min(transfer.input_bytes, transfer.output_bytes), transfer.ready, due)  # sent, or not yet
         if transfer.readers:
             hold(transfer.output_bytes, due, max(transfer.readers) + 1)
-    return held
+    buffers = itertools.accumulate(more)
+    return [compute.live_bytes + nbytes for compute, nbytes in zip(graph.compute, buffers, strict=False)]
 
 
-def _seconds(transfers: Iterable[Transfer]) -> float:
+def _seconds(transfers: Iterable[Transfer]) -> Joined:
     """What transfers take of the wire at least."""
-    return _joined(transfers, attrgetter("wire_time"), attrgetter("latency"))
+    return Joined(attrgetter("wire_time"), attrgetter("latency"), transfers)
 
 
-def _seconds_then(transfers: Iterable[Transfer]) -> float:
+def _seconds_then(transfers: Iterable[Transfer]) -> Joined:
     """What transfers take of other links at least, after the wire."""
-    return _joined(transfers, attrgetter("then_wire_time"), attrgetter("then_latency"))
-
-
-def _joined(
-    transfers: Iterable[Transfer], each: Callable[[Transfer], float], once: Callable[[Transfer], float]
-) -> float:
-    """What transfers take at least that each takes, and a collective once: mergeable ones could all share one."""
-    total, shared = 0.0, defaultdict(list)
-    for transfer in transfers:
-        if transfer.merge is None:
-            total += each(transfer) + once(transfer)
-        else:
-            total += each(transfer)
-            shared[transfer.merge, transfer.lane].append(once(transfer))
-    return total + sum(map(max, shared.values()))
+    return Joined(attrgetter("then_wire_time"), attrgetter("then_latency"), transfers)
 
 
 def _reached(graph: TaskGraph) -> list[float]:
@@ -127,7 +119,7 @@ def _reached(graph: TaskGraph) -> list[float]:
             due[transfer.deadline].append(transfer)
     reached = [0.0]
     launches = issue = 0.0
-    brought: list[Transfer] = []
+    brought = _seconds(())
     first = math.inf  # seconds until the first of them can have been launched
     for position, compute in enumerate(graph.compute):
         for transfer in due[position]:
@@ -137,9 +129,9 @@ def _reached(graph: TaskGraph) -> list[float]:
                 writer = transfer.ready - 1
                 done = reached[writer] + graph.compute[writer].duration + transfer.duration + transfer.then
             else:
-                brought.append(transfer)
+                brought.add(transfer)
                 first = min(first, graph.before + issue_together([transfer]))
-                done = first + _seconds(brought)
+                done = first + brought.seconds
             reached[position] = max(reached[position], done)
         reached[position] = max(reached[position], graph.elapsed[position] + launches, graph.issued[position] + issue)
         reached.append(max(reached[position] + compute.duration, graph.issued[position + 1] + issue))
@@ -151,14 +143,20 @@ def _most_saved(graph: TaskGraph, room: Sequence[int]) -> float:
 
     At each position the outputs kept for later must fit in the room that is left there. The tightest one counts.
     """
-    gaps = [(transfer, graph.gap(transfer)) for transfer in graph.transfers if transfer.repeats is not None]
-    edges = sorted({edge for _, gap in gaps for edge in (gap.start, gap.stop)})
-    saved = total = sum(transfer.duration for transfer, _ in gaps)
-    for start, stop in pairwise(edges):
-        left = min(room[start:stop])
-        held = [transfer for transfer, gap in gaps if start in gap]
-        if held and sum(transfer.output_bytes for transfer in held) > left:
-            saved = min(saved, total - sum(transfer.duration for transfer in held) + _knapsack(held, left))
+    kept = [transfer for transfer in graph.transfers if transfer.repeats is not None]
+    begins, ends = defaultdict(list), defaultdict(list)
+    for transfer in kept:
+        gap = graph.gap(transfer)
+        begins[gap.start].append(transfer)
+        ends[gap.stop].append(transfer)
+    held = Knapsack(kept)
+    saved = total = sum(transfer.duration for transfer in kept)
+    for start, stop in itertools.pairwise(sorted({*begins, *ends})):
+        for transfer in begins[start]:
+            held.add(transfer)
+        for transfer in ends[start]:
+            held.remove(transfer)
+        saved = min(saved, total - (held.most(_UNLIMITED) - held.most(min(room[start:stop]))))
     return saved
 
 
@@ -168,29 +166,40 @@ def _longest_tail(graph: TaskGraph, reached: Sequence[float], room: Sequence[int
     That is what is written by that task or later, and what is read later and was not there during the task; what
     was must have fitted in the room that was left. Or it is what other links can only carry then, after the wire.
     """
-    longest = 0.0
-    for position in sorted({transfer.ready - 1 for transfer in graph.transfers if transfer.ready}):
-        written = [each for each in graph.transfers if each.ready > position]
-        awaited = [each for each in graph.transfers if not each.ready and _awaited(graph, each, position)]
-        end = reached[position] + graph.compute[position].duration
-        longest = max(longest, end + _seconds([*written, *awaited]) - _knapsack(awaited, room[position]))
-        if averaged := [each for each in written if each.then]:
-            longest = max(longest, end + min(each.duration for each in averaged) + _seconds_then(averaged))
+    written, awaited, read_before = _by_last_position(graph)
+    carried, carried_then = _seconds(()), _seconds_then(())
+    there = Knapsack(itertools.chain.from_iterable(awaited.values()))
+    longest, shortest = 0.0, math.inf  # the shortest on the wire of what other links carry on
+    for position in reversed(range(len(graph.compute))):
+        for transfer in awaited[position]:
+            carried.add(transfer)
+            there.add(transfer)
+        for transfer in read_before[position]:
+            carried.remove(transfer)
+            there.remove(transfer)
+        for transfer in written[position]:
+            carried.add(transfer)
+            if transfer.then:
+                carried_then.add(transfer)
+                shortest = min(shortest, transfer.duration)
+        if written[position]:
+            end = reached[position] + graph.compute[position].duration
+            longest = max(longest, end + carried.seconds - there.most(room[position]))
+            if shortest < math.inf:
+                longest = max(longest, end + shortest + carried_then.seconds)
     return longest
 
 
-def _awaited(graph: TaskGraph, transfer: Transfer, position: int) -> bool:
-    """Whether the output is read after ``position`` only, and takes room if it is there already."""
-    if transfer.repeats is not None:
-        return position in graph.gap(transfer)
-    return position < min(transfer.readers)
-
-
-def _knapsack(transfers: Iterable[Transfer], room: int) -> float:
-    """The most seconds of transfers, parts of them included, whose outputs fit in ``room`` bytes."""
-    seconds, left = 0.0, float(max(0, room))
-    for transfer in sorted(transfers, key=lambda each: each.output_bytes / (each.duration or 1e-300)):
-        share = min(1.0, left / transfer.output_bytes) if transfer.output_bytes else 1.0
-        seconds += share * transfer.duration
-        left -= share * transfer.output_bytes
-    return seconds
+def _by_last_position(graph: TaskGraph) -> tuple[_ByPosition, _ByPosition, _ByPosition]:
+    """Transfers by the last position that writes what they send; those that send nothing of the graph's, by the last
+    one before what they bring is read; and of those, the ones that repeat others, by the last position that reads it
+    from the other: up to there it takes no room beside."""
+    written, awaited, read_before = defaultdict(list), defaultdict(list), defaultdict(list)
+    for transfer in graph.transfers:
+        if transfer.ready:
+            written[transfer.ready - 1].append(transfer)
+            continue
+        awaited[min(transfer.readers) - 1].append(transfer)
+        if transfer.repeats is not None:
+            read_before[graph.gap(transfer).start - 1].append(transfer)
+    return written, awaited, read_before
