@@ -11,7 +11,7 @@ ahead; if none does, the one that leaves most. Without a budget one may be kept,
 that the backward reads first, a language model's head, say, if what gathering one unit ahead takes has room for it.
 
 Of the units that the backward does gather again, the first is needed as soon as it begins. If there is room for it,
-its gather is launched while the forward ends, and carried over.
+and no other graph runs in between, its gather is launched while the forward ends, and carried over.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _to_keep(step: Step, context: CompileContext) -> frozenset[int]:
 def _to_carry(step: Step, kept: frozenset[int], context: CompileContext) -> frozenset[int]:
     """The units whose gather for the backward is launched in the forward."""
     first = step.first_gathered_again(kept)
-    if first is None:
+    if first is None or not context.beside.followed:
         return frozenset()
     carried = frozenset([first])
     room = context.room(max(step.allowances(kept).values()))

@@ -75,6 +75,7 @@ class Beside:
         kept: results of the forwards before it, and what these keep for their backwards.
         one_of_many: whether Dynamo may run it with other units, too, of layers like it.
         last: whether no graph of the step is known to come after it.
+        followed: whether its backward is expected before any other graph.
     """
 
     shards: int = 0
@@ -83,6 +84,7 @@ class Beside:
     kept: int = 0
     one_of_many: bool = False
     last: bool = True
+    followed: bool = True
 
     @property
     def standing(self) -> int:
@@ -90,13 +92,14 @@ class Beside:
         return self.shards + self.gradients + self.accumulated
 
 
-def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
+def beside(read: Sequence[DBuffer], *, breaks: bool, given: int, checkpointed: bool = False) -> Beside:
     """What there is beside a graph that is about to be compiled.
 
     Args:
         read: the buffers of the units that it reads.
         breaks: whether a graph break ends it.
         given: bytes of its inputs that may be results of the forwards before it, and are counted with the graph.
+        checkpointed: whether it runs again for its backward.
     """
     models = _models_of(read)
     others = set(itertools.chain.from_iterable(model.buffers for model in models)).difference(read)
@@ -106,6 +109,7 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
     # before it, too. Which one that is depends on the sizes of this rank's batches.
     layouts = {buffer.layout for buffer in others}
     one_of_many = all(buffer.layout in layouts for buffer in read)
+    last = not breaks and not one_of_many
     return Beside(
         shards=sum(buffer.shard.nbytes for buffer in others),
         gradients=sum(buffer.shard.nbytes for buffer in unread if buffer.trains) if torch.is_grad_enabled() else 0,
@@ -116,7 +120,8 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int) -> Beside:
         ),
         kept=max(sum(forward.left for forward in forwards) - given, 0),
         one_of_many=one_of_many,
-        last=not breaks and not one_of_many,
+        last=last,
+        followed=last or checkpointed,
     )
 
 

@@ -21,7 +21,15 @@ from .runtime.dbuffer import DBuffer
 from .runtime.model import Model, beside
 from .runtime.ops import gives_float32_products
 from .runtime.unshard import ParamView
-from .torch_internals import copy_capture_marks, ends_in_graph_break, graph_module, is_shape, tracing_fake_mode
+from .torch_internals import (
+    copy_capture_marks,
+    ends_in_graph_break,
+    graph_module,
+    in_backward,
+    is_shape,
+    saves_elsewhere,
+    tracing_fake_mode,
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         memory_budget=options.budget_bytes,
         # Of what is only simulated, the device that it is simulated for says so.
         float32_products=(is_shape(shard) and cluster.device.float32_products) or gives_float32_products(shard.device),
-        beside=beside(tuple(positions), breaks=ends_in_graph_break(gm), given=given_bytes(example_inputs)),
+        beside=beside(
+            tuple(positions),
+            breaks=ends_in_graph_break(gm),
+            given=given_bytes(example_inputs),
+            checkpointed=saves_elsewhere() or in_backward(),
+        ),
         decide=decide,
         units=tuple(unit.graph for unit in units),
         params=params,

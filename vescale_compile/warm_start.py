@@ -157,14 +157,16 @@ def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any])
     """Adds to a captured graph what its compilation rests on besides: the cache's key holds a graph's attributes.
 
     Sizes of this batch are part of it, also where the graph is dynamic in them: schedules rest on them. So are the
-    names of units, which the report says. Where NCCL looks for NaN, slots lie elsewhere.
+    names of units, which the report says, and which place the graph has in a step. Where NCCL looks for NaN, slots lie
+    elsewhere.
     """
     sizes = [tuple(map(size_hint, each.shape)) if isinstance(each, torch.Tensor) else None for each in inputs]
     symbols = [size_hint(each) for each in inputs if isinstance(each, torch.SymInt)]
-    room = None if context.memory_budget is None else context.beside
+    beside = context.beside
+    among = (beside.last, beside.followed) if context.memory_budget is None else beside
     names = [unit.name for unit in context.units]
     gm.__dict__["vescale_identity"] = question(
-        repr((sources(), context.cluster, room, names, sizes, symbols, checked_for_nan())), context
+        repr((sources(), context.cluster, among, names, sizes, symbols, checked_for_nan())), context
     )
 
 
