@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -118,22 +119,58 @@ def fully_shard(
     leave_alone(ignored)
     check_params(module, over, ignored)
     check_one_device(module, over, ignored)
+
+    def asked(name: str, param: nn.Parameter) -> tuple[CommPolicy, Granularity | None]:
+        quantizers = quantizers_of(quantize, quantize_gradients, name, param, over.where)
+        uncut = (*granularities, *(each.granularity for each in quantizers if each is not None))
+        comm = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward, *quantizers)
+        return comm, _granularity(uncut, name, param, over.where)
+
+    units = _planned(module, over, ignored, asked, nested_units=nested)
+    if not units and not nested:  # a root may have nothing but units inside
+        where = f"{over.where}fully_shard({type(module).__name__})"
+        raise ValueError(f"{where}: no parameters left to shard. {_why_none_is_left(module)}")
+    warn_of_padding({members.name: [plan for plan, *_ in layouts] for members, layouts in units}, over.whole)
+    if all(members.module is not module for members, _ in units):  # what the root does at its edge, it does without any
+        make_sharded(module, {}, _unit_of((), policy, is_root=True))
+    places = owners(module)
+    while units:  # of which each frees what its parameters were
+        members, layouts = units.popleft()
+        make_sharded(members.module, {}, _shard_unit(members, layouts, places, over, policy, root=module))
+    _name_buffers(module)
+    buffers = buffers_in(module)
+    model = Model(buffers, module)
+    for buffer in buffers:
+        buffer.model = model
+    stale_optimizers.watch()
+    return module
+
+
+def _planned(
+    module: nn.Module,
+    mesh: DataParallelMesh,
+    ignored: set[nn.Parameter],
+    asked: Callable[[str, nn.Parameter], tuple[CommPolicy, Granularity | None]],
+    *,
+    nested_units: bool,
+) -> deque[tuple[UnitMembers, list[Layout]]]:
+    """The units, inner ones first, and how the buffers of each are laid out: of all, before any is changed.
+
+    ``asked`` says how a parameter travels, and what may not be cut of it.
+    """
     blocks: Blocks = {}
     comms: dict[nn.Parameter, CommPolicy] = {}
-    with sharding_over(over):
-        for name, param in module.named_parameters():  # of all units, before any is changed
+    with sharding_over(mesh):
+        for name, param in module.named_parameters():
             if param not in ignored and not isinstance(param, RaggedDTensor):
-                quantizers = quantizers_of(quantize, quantize_gradients, name, param, over.where)
-                uncut = (*granularities, *(each.granularity for each in quantizers if each is not None))
-                blocks[param] = _granularity(uncut, name, param, over.where)
-                comms[param] = CommPolicy(policy.param_dtype, policy.reduce_dtype, reshard_after_forward, *quantizers)
+                comms[param], blocks[param] = asked(name, param)
 
     def planned(params: Mapping[str, nn.Parameter]) -> list[Layout]:
         return [
             (plan, group, comm)
             for alike in group_by_buffer(params)
             for comm, group in _by_policy(alike, comms).items()
-            for plan in _plan(group, over, comm, blocks)
+            for plan in _plan(group, mesh, comm, blocks)
         ]
 
     def padded_bytes(params: Mapping[str, nn.Parameter]) -> int:
@@ -142,29 +179,12 @@ def fully_shard(
     units = find_units(
         module,
         ignored,
-        nested_units=nested,
-        world_size=over.shard.size(),
-        device_type=over.device_type,
+        nested_units=nested_units,
+        world_size=mesh.shard.size(),
+        device_type=mesh.device_type,
         padded_bytes=padded_bytes,
     )
-    if not units and not nested:  # a root may have nothing but units inside
-        where = f"{over.where}fully_shard({type(module).__name__})"
-        raise ValueError(f"{where}: no parameters left to shard. {_why_none_is_left(module)}")
-    places = owners(module)
-    layouts = {members.name: [each for run in members.runs for each in planned(run)] for members in units}
-    warn_of_padding({name: [plan for plan, *_ in layout] for name, layout in layouts.items()}, over.whole)
-    for members in units:
-        unit = _shard_unit(members, layouts[members.name], places, over, policy, root=module)
-        make_sharded(members.module, {}, unit)
-    if all(members.module is not module for members in units):  # what the root does at its edge, it does without any
-        make_sharded(module, {}, _unit_of((), policy, is_root=True))
-    _name_buffers(module)
-    buffers = buffers_in(module)
-    model = Model(buffers, module)
-    for buffer in buffers:
-        buffer.model = model
-    stale_optimizers.watch()
-    return module
+    return deque((members, [each for run in members.runs for each in planned(run)]) for members in units)
 
 
 def _why_none_is_left(module: nn.Module) -> str:
@@ -199,7 +219,7 @@ def _shard_unit(
             original._vescale_sharded = sharded  # type: ignore[attr-defined]
             if original.requires_grad:
                 original.register_hook(functools.partial(refuse_replaced, sharded))
-            for owner, attribute in places[original]:
+            for owner, attribute in places.pop(original):
                 _put(owner, attribute, cast(nn.Parameter, sharded), Binding(buffer, index))
     return _unit_of(tuple(buffers), policy, is_root=members.module is root)
 

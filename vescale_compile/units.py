@@ -105,28 +105,35 @@ def _by_part(block: nn.Module, params: _Run, least: int, padded_bytes: PaddedByt
     """A block's parameters by the part that holds them, attention and the matrices of a feed-forward, say: each is
     gathered while those before are computed, and reduced while the next are. A part has ``least`` bytes at least."""
     enough = max(least, _LEAST_SHARE * _nbytes(params.values()))
+    return tuple(_cut(params, set(params.values()), _parts(block), enough, padded_bytes))
 
-    def cut(held: set[nn.Parameter], pieces: Iterable[nn.Module | nn.Parameter]) -> list[_Run]:
-        """What is held, cut into those of its pieces, and of theirs, that have at least that many bytes.
 
-        What is in none, such as norms, stays with the first: that one is gathered before the others, and its gradients
-        are complete after theirs.
-        """
-        parts: list[_Run] = []
-        left = held
-        for piece in pieces:
-            inside = left.intersection([piece] if isinstance(piece, nn.Parameter) else piece.parameters())
-            if _nbytes(inside) >= enough:
-                parts += cut(inside, _pieces(piece))
-                left = left.difference(inside)
-        whole = {name: param for name, param in params.items() if param in held}
-        if len(parts) < 2:
-            return [whole]
-        others = {param for part in parts[1:] for param in part.values()}
-        runs = [{name: param for name, param in whole.items() if param not in others}, *parts[1:]]
-        return runs if sum(map(padded_bytes, runs)) <= _MOST_PADDING * padded_bytes(whole) else [whole]
+# No closure: one that calls itself is a cycle, and keeps what it knows, parameters, until cycles are looked for.
+def _cut(
+    params: _Run,
+    held: set[nn.Parameter],
+    pieces: Iterable[nn.Module | nn.Parameter],
+    enough: float,
+    padded_bytes: PaddedBytes,
+) -> list[_Run]:
+    """What is held of ``params``, cut into those of its pieces, and of theirs, that have ``enough`` bytes.
 
-    return tuple(cut(set(params.values()), _parts(block)))
+    What is in none, such as norms, stays with the first: that one is gathered before the others, and its gradients
+    are complete after theirs.
+    """
+    parts: list[_Run] = []
+    left = held
+    for piece in pieces:
+        inside = left.intersection([piece] if isinstance(piece, nn.Parameter) else piece.parameters())
+        if _nbytes(inside) >= enough:
+            parts += _cut(params, inside, _pieces(piece), enough, padded_bytes)
+            left = left.difference(inside)
+    whole = {name: param for name, param in params.items() if param in held}
+    if len(parts) < 2:
+        return [whole]
+    others = {param for part in parts[1:] for param in part.values()}
+    runs = [{name: param for name, param in whole.items() if param not in others}, *parts[1:]]
+    return runs if sum(map(padded_bytes, runs)) <= _MOST_PADDING * padded_bytes(whole) else [whole]
 
 
 def _parts(block: nn.Module) -> Iterator[nn.Module | nn.Parameter]:

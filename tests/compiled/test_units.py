@@ -1,6 +1,7 @@
 """Which parameters make a unit, and which of them share a buffer."""
 
 from typing import Any
+from weakref import ref
 
 import models
 import pytest
@@ -9,6 +10,7 @@ from ranks import fake_world, on_ranks
 from torch import nn
 
 import vescale_compile as vc
+from vescale_compile import sharding
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.mesh import simulated_on
 from vescale_compile.sharded_module import buffers_in
@@ -196,3 +198,20 @@ def test_a_parameter_that_two_parts_share_has_one_buffer():
 def test_a_block_that_fully_shard_is_called_on_has_one_buffer():
     with fake_world(2):
         assert len(buffers_in(vc.fully_shard(layer_of(256, 512)))) == 1
+
+
+def test_what_parameters_were_is_freed_with_their_unit(monkeypatch):
+    model = nn.Sequential(nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4)]), nn.Linear(4, 2))
+    originals = {name: ref(param) for name, param in model.named_parameters()}
+    left, sharded_alone = [], sharding._allocate
+
+    def allocate(*args):
+        left.append({name for name, original in originals.items() if original() is not None})
+        return sharded_alone(*args)
+
+    monkeypatch.setattr(sharding, "_allocate", allocate)
+    with fake_world(2):
+        vc.fully_shard(model)
+    first, second, last = {"0.0.weight", "0.0.bias"}, {"0.1.weight", "0.1.bias"}, {"1.weight", "1.bias"}
+    assert left == [first | second | last, second | last, last]
+    assert all(original() is None for original in originals.values())
