@@ -116,6 +116,44 @@ def test_unfused_each_pointwise_operator_is_a_kernel() -> None:
     assert total(graph, LAUNCHES, fused=False) == 3
 
 
+def rows(x: Tensor) -> Tensor:
+    return torch.arange(4, device=x.device)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: torch.ops.aten.embedding(x, rows(x)),
+        lambda x: torch.ops.aten.index(x, [rows(x)]),
+        lambda x: torch.gather(x, 0, rows(x).view(4, 1)),
+        lambda x: torch.ops.aten.slice_scatter(x, x[2:6], 0, 4, 8),
+        lambda x: torch.ops.aten.select_scatter(x, x[0], 0, 4),
+    ],
+    ids=["embedding", "index", "gather", "slice_scatter", "select_scatter"],
+)
+def test_what_reads_by_an_index_and_what_writes_a_slice_joins_the_kernels_around_it(
+    operator: Callable[[Tensor], Tensor],
+) -> None:
+    graph = capture(lambda x: operator(x + 1) * 2, (10, 10))
+    (first,) = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    behind = [node for node in graph.nodes if first in node.all_input_nodes or node.target == torch.ops.aten.mul.Tensor]
+    assert compute_seconds([first], TRAFFIC)[first] == 4 * 100  # read, and not written
+    assert sum(compute_seconds(behind, LAUNCHES).values()) == 0
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_what_scatters_is_a_kernel_between_those_around_it(accumulate: bool) -> None:
+    """It is not complete for any reader before all of it has run."""
+
+    def scatter(x: Tensor) -> Tensor:
+        return torch.ops.aten.index_put(x + 1, [x[:, 0].long()], x, accumulate) * 2
+
+    graph = capture(scatter, (10, 10))
+    (put,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)
+    (first, *_), (last, *_) = put.all_input_nodes, put.users
+    assert compute_seconds([first, put, last], LAUNCHES) == {first: 1, put: 1, last: 1}
+
+
 @pytest.mark.parametrize(("fused", "kernels"), [(True, 2), (False, 4)])
 def test_the_host_launches_each_kernel_and_no_view(fused: bool, kernels: int) -> None:
     graph = capture(lambda x, y: torch.mm(chain(x).view(10, 10), y), (10, 10), (10, 10))

@@ -19,20 +19,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_compile.cost.devices import Device
 from vescale_compile.cost.flops import flops
 from vescale_compile.rng_calls import plain_node
-from vescale_compile.schemas import UNDECLARED_VIEW, has_results, is_pointwise, written_by
-from vescale_compile.torch_internals import size_hint
+from vescale_compile.schemas import UNDECLARED_VIEW, has_results, written_by
+from vescale_compile.torch_internals import generates_code_for, size_hint
 
 _aten = torch.ops.aten
 
 # Operators that read of their first argument only what they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 
-# Operators, besides those tagged as pointwise, for which Inductor generates kernels.
-_COPIES = {"convert_element_type", "_to_copy", "clone", "copy", "copy_", "cat", "constant_pad_nd", "where"}
-_FILLS = {"arange", "iota", "full", "full_like", "zeros_like", "ones_like", "scalar_tensor"}
-_REDUCTIONS = {"sum", "sum_into", "mean", "var_mean", "prod", "any", "max", "min", "amax", "amin", "argmax", "cumsum"}
-_SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
-_GENERATED = _COPIES | _FILLS | _REDUCTIONS | _SOFTMAX
+# Operators that Inductor has code for and doesn't fuse with what reads them: what scatters writes where an index says, so
+# that all of it has to have run; sorts of most sizes are PyTorch's own; and an allocation holds nothing yet.
+_SCATTERS = {"index_put", "index_put_", "_unsafe_index_put", "_unsafe_index_put_", "scatter", "scatter_"}
+_SCATTERED_SUMS = {"scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
+_SORTS = {"sort", "topk", "kthvalue", "median", "mode"}
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_UNFUSED = _SCATTERS | _SCATTERED_SUMS | _SORTS | _ALLOCATIONS
 
 _COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd"})  # namespaces
 _UNIT_COMMUNICATION = (
@@ -134,10 +135,10 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _fusible(node: fx.Node) -> bool:
-    """Whether Inductor computes the node in a kernel that it generates."""
+    """Whether Inductor computes the node in a kernel that it generates, with what it reads and what reads it."""
     if not isinstance(node.target, OpOverload) or not _computes(node):
         return False
-    return is_pointwise(node.target) or node.target.overloadpacket.__name__ in _GENERATED
+    return generates_code_for(node.target) and node.target.overloadpacket.__name__ not in _UNFUSED
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
