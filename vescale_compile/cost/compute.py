@@ -27,8 +27,8 @@ _aten = torch.ops.aten
 # Operators that read of their first argument only what they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
 
-# Operators that Inductor has code for and doesn't fuse with what reads them: what scatters writes where an index says, so
-# that all of it has to have run; sorts of most sizes are PyTorch's own; and an allocation holds nothing yet.
+# Operators that Inductor has code for and doesn't fuse with what reads them: what scatters writes where an index says,
+# so that all of it has to have run; sorts of most sizes are PyTorch's own; and an allocation holds nothing yet.
 _SCATTERS = {"index_put", "index_put_", "_unsafe_index_put", "_unsafe_index_put_", "scatter", "scatter_"}
 _SCATTERED_SUMS = {"scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
 _SORTS = {"sort", "topk", "kthvalue", "median", "mode"}
