@@ -8,7 +8,7 @@ from operator import getitem
 from torch import fx
 from torch._ops import OpOverload
 
-from ..schemas import UNDECLARED_VIEW, aliasing_arguments, returns_an_argument, written_by
+from ..schemas import UNDECLARED_VIEWS, aliasing_arguments, returns_an_argument, written_by
 
 
 def is_view(node: fx.Node) -> bool:
@@ -49,7 +49,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
     if node.target is getitem:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
-    if node.target is UNDECLARED_VIEW:
+    if node.target in UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
     if isinstance(node.target, OpOverload) and returns_an_argument(node.target):
         return next((arg for arg, _ in aliasing_arguments(node)), None)

@@ -3,7 +3,7 @@
 1. A gathered buffer is read only after its wait, and nothing is written to it; nothing is written to a gradient
    buffer once its reduce-scatter is launched.
 2. Memory of a slot is given to another buffer only when no collective is in flight on it, and nothing reads the buffer
-   that was there any more.
+   that was there any more, nor a view of it: what shares memory with a buffer is known to.
 3. A collective has one launch and one wait. A unit is gathered at most once in each graph, and its gradient is
    reduced in the backward exactly as often as the joint graph reduced it: once. In a forward, a unit that is
    resharded is released: no output keeps its gathered buffer alive.
@@ -48,6 +48,7 @@ from .context import (
 from .moves import CASTS, uncast
 from .slot_memory import sharing_memory
 from .verify_bytes import check_copies, check_memory, check_written
+from .verify_views import check_views
 
 
 def verify(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -56,6 +57,7 @@ def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     execution = _Execution(context)
     launches = execution.check(gm.graph)
     _check_counts(launches, part, context)
+    check_views(gm.graph, execution.bases, context)
     check_copies(gm.graph, execution.bases, context)
     check_written(gm.graph, execution.bases, context)
     check_memory(gm.graph, context)

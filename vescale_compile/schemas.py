@@ -26,7 +26,14 @@ def aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
                 yield each, written
 
 
-UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default  # at run time it is one; its schema doesn't say so
+# At run time they are views of their first argument; their schemas don't say so.
+UNDECLARED_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
 
 
 def is_pointwise(target: object) -> bool:

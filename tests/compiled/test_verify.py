@@ -286,3 +286,24 @@ def test_sharing_a_collective_with_a_launch_that_is_not_there():
     graph.wait_gather(buffer)
     with pytest.raises(GraphError, match=r"shares a collective with the next launch, which is .* missing"):
         graph.verify([graph.read(buffer)], context(Part.FORWARD))
+
+
+@pytest.mark.parametrize(
+    ("operator", "argument"),
+    [(aten._unsafe_view.default, [8]), (aten.unsafe_split.Tensor, 4), (aten.unsafe_split_with_sizes.default, [4, 4])],
+)
+def test_a_slot_given_away_while_a_view_is_read_that_no_schema_declares(operator, argument):
+    graph = Graph()
+    view = graph.call(operator, graph.gather(graph.buffer(unit=0, slot=True)), argument)
+    second = graph.gather(graph.buffer(unit=1, slot=True))
+    with pytest.raises(GraphError, match=r"reads the gathered parameters of unit layers\.0, whose memory holds"):
+        graph.verify([graph.read(view), graph.read(second)], context(Part.FORWARD))
+
+
+def test_a_result_in_gathered_memory_of_which_no_schema_tells():
+    graph = Graph()
+    parameters = graph.gather(graph.buffer())
+    result = graph.read(parameters)
+    result.meta["val"] = parameters.meta["val"]
+    with pytest.raises(GraphError, match=r"lies in memory of the gathered parameters of layers\.0.*relu"):
+        graph.verify([result], context(Part.FORWARD))

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_compile.cost.devices import Device
 from vescale_compile.cost.flops import flops
 from vescale_compile.rng_calls import plain_node
-from vescale_compile.schemas import UNDECLARED_VIEW, has_results, written_by
+from vescale_compile.schemas import UNDECLARED_VIEWS, has_results, written_by
 from vescale_compile.torch_internals import generates_code_for, size_hint
 
 _aten = torch.ops.aten
@@ -131,7 +131,7 @@ def _communicates(target: OpOverload) -> bool:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target is UNDECLARED_VIEW)
+    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in UNDECLARED_VIEWS)
 
 
 def _fusible(node: fx.Node) -> bool:
