@@ -11,6 +11,7 @@ from adamw8bit_cases import SHAPES, adamw8bit, assert_same_bits, contents, give_
 from adamw8bit_reference import Moments
 from torch import nn
 
+import vescale_compile as vc
 from vescale_compile.optim.gradients import UnusableGradients
 
 STEPS = 4
@@ -328,3 +329,15 @@ def test_a_copied_optimizer_steps_as_the_first() -> None:
         give_gradients(each, 1)
         stepped.step()
     assert_same_bits(contents(params, optimizer), contents(copied_params, copied))
+
+
+@pytest.mark.parametrize("numel", [1024, 8])
+def test_a_gradient_whose_square_is_infinite_leaves_its_neighbours_finite(numel: int) -> None:
+    param = nn.Parameter(torch.ones(numel))
+    optimizer = vc.optim.AdamW8bit([param], compile=False)
+    param.grad = torch.ones(numel)
+    param.grad[0] = 1e20
+    for _ in range(3):
+        optimizer.step()
+        param.grad[0] = 1.0
+    assert torch.isfinite(param).all()

@@ -19,6 +19,7 @@ from adamw8bit_cases import (
     train,
 )
 from ranks import on_ranks, run_on_ranks
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import vescale_compile as vc
@@ -179,3 +180,11 @@ def test_whole_states_are_sliced_and_states_of_other_shards_refused() -> None:
         optimizer.load_state_dict(other.state_dict())
     assert_same_as_unsharded(module, optimizer, reference, expected)
     assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_a_state_of_other_blocks_is_refused_though_it_holds_none_yet() -> None:
+    optimizer = vc.optim.AdamW8bit([nn.Parameter(torch.ones(1024))], block=256)
+    before_any_step = vc.optim.AdamW8bit([nn.Parameter(torch.ones(1024))], block=128).state_dict()
+    with pytest.raises(ValueError, match=r"128.*this optimizer's is divided by"):
+        optimizer.load_state_dict(before_any_step)
+    assert optimizer.param_groups[0]["block"] == 256

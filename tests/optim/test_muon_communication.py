@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale_compile.optim import exchange, muon_step
+from vescale_compile.optim import muon as muon_module
 from vescale_compile.optim.muon import Muon
 from vescale_compile.ragged.placement import RaggedShard
 
@@ -69,7 +71,7 @@ def test_every_element_that_is_not_at_its_root_travels_once_out_and_once_back() 
     optimizer = ready(cut_anywhere())
     with recorded() as events:
         optimizer.step()
-    plan = optimizer._plans[True][1]
+    plan = next(iter(optimizer._plans.values()))
     away = sum(
         part.stop - part.start
         for matrix, root in zip(plan.matrices, plan.roots, strict=True)
@@ -87,7 +89,7 @@ def test_a_step_is_one_small_all_reduce_and_two_exchanges_for_each_chunk() -> No
     optimizer = ready(cut_anywhere())
     with CommDebugMode() as comms:
         optimizer.step()
-    chunks = len(optimizer._plans[True][1].chunks)
+    chunks = len(next(iter(optimizer._plans.values())).chunks)
     assert 1 < chunks <= 4 < len(SHAPES)
     counts = {str(op): count for op, count in comms.get_comm_counts().items()}
     assert counts == {"c10d.alltoall_base_": 2 * chunks, "c10d.allreduce_": 1}
@@ -149,3 +151,23 @@ def test_torch_optim_muon_gathers_each_dtensor_fifteen_times() -> None:
         optimizer.step()
     gathers = sum(count for op, count in comms.get_comm_counts().items() if "all_gather" in str(op))
     assert gathers == 15
+
+
+@on_ranks(2)
+def test_a_step_asks_for_no_other_ranks_places() -> None:
+    """Of thousands of ranks, for each of thousands of matrices: that took longer than the step."""
+    optimizer = ready(cut_anywhere())
+    with mock.patch.object(RaggedShard, "intervals", side_effect=AssertionError):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_where_two_sets_of_parameters_have_gradients_in_turn_each_is_planned_once() -> None:
+    optimizer = ready(cut_anywhere())
+    params = optimizer.param_groups[0]["params"]
+    kept = params[0].grad
+    with mock.patch.object(muon_module, "plan_matrices", wraps=muon_module.plan_matrices) as planned:
+        for step in range(4):
+            params[0].grad = kept if step % 2 else None
+            optimizer.step()
+    assert planned.call_count == 2

@@ -104,3 +104,8 @@ def test_a_matrix_of_zeros_preconditions_nothing() -> None:
 def test_no_root_of_infinite_elements() -> None:
     with pytest.raises(NoInverseRoot, match=r"shape \(2, 2\)"):
         inverse_root(torch.full((2, 2), float("inf")), 4, 1e-6)
+
+
+def test_a_root_that_is_not_finite_is_none() -> None:
+    with pytest.raises(NoInverseRoot, match="in the root"):
+        inverse_root(torch.ones(2, 2), 4, ridge=0.0)

@@ -101,7 +101,7 @@ def test_a_shard_that_cuts_a_block_is_refused_with_rank_name_and_remedy() -> Non
 
 MATRIX = nn.Parameter(torch.zeros(4, 4))
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "ridge": ({}, {"ridge": -1.0}, "ridge is -1.0"),
+    "ridge": ({}, {"ridge": 0.0}, "ridge is 0.0"),
     "frequency": ({}, {"frequency": 0}, "frequency is 0; it must be an int of at least 1"),
     "grafting": ({}, {"grafting": "rmsprop"}, "grafting is 'rmsprop'; give 'adam'"),
     "block": ({}, {"block": 1}, "block is 1; it must be an int of at least 2"),

@@ -94,3 +94,8 @@ def test_a_placement_of_thousands_of_ranks_is_written_in_runs() -> None:
 def test_one_ranks_interval_is_that_among_all() -> None:
     placement, shape = RaggedShard((0,), (2, 0, 1, 3)), (12, 5)
     assert [placement.interval(shape, rank) for rank in range(4)] == list(placement.intervals(shape))
+
+
+def test_what_ranks_hold_are_the_intervals_that_are_not_empty() -> None:
+    assert RaggedShard((0,), (0, 2, 0, 1, 3)).held((12, 5)) == {1: (0, 20), 3: (20, 30), 4: (30, 60)}
+    assert RaggedShard((0,), (1, 2)).held((0, 5)) == {}

@@ -15,7 +15,7 @@ from ..planner import Granularity
 from ..ragged.dtensor import RaggedDTensor
 from .adamw8bit_kernel import Coefficients
 from .adamw8bit_runs import runs_of
-from .adamw8bit_state import Member, check_saved, in_memory_order, loaded_states, new_states
+from .adamw8bit_state import Member, check_blocks, check_saved, in_memory_order, loaded_states, new_states
 from .blocks import Blocks
 from .gradients import check_gradients as check_all_gradients
 from .gradients import check_layouts
@@ -239,9 +239,11 @@ class AdamW8bit(Optimizer):
                 if loaded["state"].get(key)
             }
             blocks = Blocks(saved_group["block"], saved_group["tile"]) if "block" in saved_group else None
+            if members and (saved or blocks is not None):  # the group takes the saved ones, with no state too
+                check_blocks(members[0], blocks)
             for unit in in_memory_order([member for member in members if member.param in saved]):
                 for member in unit:
-                    check_saved(member, blocks, saved[member.param])
+                    check_saved(member, saved[member.param])
                 values = loaded_states(unit, [saved[member.param] for member in unit])
                 states.update(zip((member.param for member in unit), values, strict=True))
         return states

@@ -103,7 +103,7 @@ def step_blocks(tensors: Sequence[Tensor], by: Coefficients, books: Codebooks) -
     old2 = dequantize(codes2, books.second) * scales2
     underflowed = (codes2 == 0) & (scales2 > LEAST_SCALE)
     moment1 = _average(old1, gradient, by.weight1, by.keep1)
-    moment2 = _average(old2, gradient * gradient, by.weight2, by.keep2)
+    moment2 = _average(old2, _square(gradient), by.weight2, by.keep2)
 
     corrected1 = moment1 / by.correction1
     denominator = _root(torch.where(underflowed, moment2 + by.floor * scales2, moment2)) / by.correction2
@@ -124,11 +124,16 @@ def step_elements(tensors: Sequence[Tensor], by: Coefficients) -> None:
     param, grad, moment1, moment2 = tensors
     gradient = grad.float()
     new1 = _average(moment1, gradient, by.weight1, by.keep1)
-    new2 = _average(moment2, gradient * gradient, by.weight2, by.keep2)
+    new2 = _average(moment2, _square(gradient), by.weight2, by.keep2)
     denominator = _root(new2) / by.correction2 + by.eps
     param.copy_(param.float() * by.decay - by.lr * (new1 / by.correction1 / denominator))
     moment1.copy_(new1)
     moment2.copy_(new2)
+
+
+def _square(gradient: Tensor) -> Tensor:
+    """At most the largest float: an infinite one would make the scale of its block infinite, and all of it NaN."""
+    return (gradient * gradient).clamp(max=torch.finfo(torch.float32).max)
 
 
 def _average(old: Tensor, new: Tensor, weight: Tensor, keep: Tensor) -> Tensor:

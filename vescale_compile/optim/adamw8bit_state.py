@@ -16,6 +16,7 @@ from ..ragged.dtensor import RaggedDTensor
 from ..ragged.placement import RaggedShard
 from ..runtime.boundary import binding_of
 from .blocks import BlockGrid, Blocks
+from .layouts import new_counter
 from .units import describe, local_elements, rank_prefix
 
 CODED = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "exp_avg_sq_scales")
@@ -95,7 +96,7 @@ def in_memory_order(members: Sequence[Member]) -> list[list[Member]]:
 
 def new_states(unit: Sequence[Member]) -> list[dict[str, Tensor]]:
     """Zero states for each parameter of a unit: ``step``, and views of buffers that the whole unit shares."""
-    states: list[dict[str, Tensor]] = [{"step": torch.tensor(0.0, device="cpu")} for _ in unit]
+    states: list[dict[str, Tensor]] = [{"step": new_counter()} for _ in unit]
     for names, coded in ((CODED, True), (DENSE, False)):
         chosen = [pair for pair in zip(unit, states, strict=True) if (pair[0].grid is not None) == coded]
         for name in names if chosen else ():
@@ -148,24 +149,27 @@ def loaded_states(unit: Sequence[Member], saved: Sequence[Mapping[str, Any]]) ->
     return states
 
 
-def check_saved(member: Member, blocks: Blocks | None, saved: Mapping[str, Any]) -> None:
-    """Refuses states that were not saved by this optimizer for such a parameter, with such blocks.
+def check_blocks(member: Member, blocks: Blocks | None) -> None:
+    """ValueError unless a saved group has the blocks of a member of this one; ``blocks`` is None if it has none."""
+    if blocks != member.blocks:
+        theirs = "of another optimizer" if blocks is None else f"divided by {blocks}"
+        raise ValueError(
+            f"{member}can't take the saved state: it is {theirs}, this optimizer's is divided by {member.blocks}. "
+            "Build the optimizer, and shard the model, with the block and tile of the saved state, or start without it"
+        )
+
+
+def check_saved(member: Member, saved: Mapping[str, Any]) -> None:
+    """Refuses states that were not saved by this optimizer for such a parameter.
 
     Args:
         member: the parameter that the states are for.
-        blocks: those of the saved group; None if it has none.
         saved: names and values. Sharded values must lie as the parameter does; whole ones are sliced.
 
     Raises:
         ValueError: naming the rank, the parameter, what differs and what to do.
     """
     where = f"{member}can't take the saved state: "
-    if blocks != member.blocks:
-        theirs = "of another optimizer" if blocks is None else f"divided by {blocks}"
-        raise ValueError(
-            f"{where}it is {theirs}, this optimizer's is divided by {member.blocks}. Build the optimizer, and shard "
-            "the model, with the block and tile of the saved state, or start without it"
-        )
     if set(saved) != {"step", *member.states}:
         raise ValueError(f"{where}it holds {sorted(saved)}, not {sorted({'step', *member.states})}")
     for name, (shape, dtype) in member.states.items():

@@ -41,17 +41,17 @@ def codebook(signed: bool, device: torch.device) -> Codebook:
     """The dynamic map for states of both signs, or of none."""
     with torch.device("cpu"):
         values = dynamic_map(signed)
-        borders = torch.cat([_borders(values), torch.tensor([math.inf])])
+        borders = torch.cat([_borders(values), torch.tensor([math.inf], dtype=torch.float32)])
         tables = Codebook(values, _first_codes(borders), borders)
     return Codebook(*(table.to(device) for table in tables))
 
 
 def dynamic_map(signed: bool) -> Tensor:
     """The map's values, [256] float32, ascending from -1 (signed) or 0 to 1. Both ends' middles, 0 and 1 are in it."""
-    values = [torch.tensor([0.0, 1.0])]
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for decade in range(DECADES):
         cells = 2**decade if signed else 2 ** (decade + 1)
-        edges = torch.linspace(0.1, 1, cells + 1)
+        edges = torch.linspace(0.1, 1, cells + 1, dtype=torch.float32)
         middles = 10.0 ** (decade - DECADES + 1) * ((edges[:-1] + edges[1:]) / 2)
         values += [middles, -middles] if signed else [middles]
     return torch.cat(values).sort().values
@@ -87,7 +87,7 @@ def _borders(values: Tensor) -> Tensor:
     """
     low, half_gap = values[:-1], (values[1:] - values[:-1]) * 0.5
     border = low + half_gap
-    up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
+    up, down = torch.tensor([math.inf, -math.inf], dtype=torch.float32)
     while (short := border - low < half_gap).any():
         border = torch.where(short, torch.nextafter(border, up), border)
     while (beyond := torch.nextafter(border, down) - low >= half_gap).any():

@@ -10,7 +10,8 @@ _RESOLVED = 1e-4
 
 
 class NoInverseRoot(ArithmeticError):
-    """A matrix whose elements are not finite, or whose eigenvalues can't be computed, in float64 either."""
+    """A matrix whose elements, or its root's, are not finite, or whose eigenvalues can't be computed, in float64
+    either."""
 
 
 def inverse_root(matrix: Tensor, root: int, ridge: float) -> Tensor:
@@ -39,7 +40,10 @@ def inverse_root(matrix: Tensor, root: int, ridge: float) -> Tensor:
         return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     # Rounding makes small eigenvalues negative.
     damped = values.clamp(min=0) + ridge * values[-1]
-    return ((vectors * damped.pow(-1 / root)) @ vectors.T).to(matrix.dtype)
+    found = ((vectors * damped.pow(-1 / root)) @ vectors.T).to(matrix.dtype)
+    if not bool(torch.isfinite(found).all()):
+        raise NoInverseRoot(f"infinite or NaN elements in the root of a matrix of shape {tuple(matrix.shape)}")
+    return found
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -27,7 +27,12 @@ def layout_of(tensor: Tensor) -> Layout:
 
 def new_state(param: Tensor, layouts: Mapping[str, Layout | None]) -> dict[str, Tensor]:
     """A parameter's state before its first step: zeros; where there is no layout, a step counter as torch.optim's."""
-    return {key: torch.tensor(0.0) if layout is None else _zeros(param, layout) for key, layout in layouts.items()}
+    return {key: new_counter() if layout is None else _zeros(param, layout) for key, layout in layouts.items()}
+
+
+def new_counter() -> Tensor:
+    """Of steps, 0-dim, on the CPU; in float32 whatever the default is: bfloat16 would stand still at 256."""
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
 def check_state(optimizer: str, param: Tensor, state: Mapping[str, Any], layouts: Mapping[str, Layout | None]) -> None:

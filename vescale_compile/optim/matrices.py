@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -68,23 +68,23 @@ class MatrixPlan:
         return [i for i, root in enumerate(self.roots) if root == rank and i not in exchanged]
 
 
-def matrices_of(param: int, shape: Sequence[int], intervals: Sequence[tuple[int, int]]) -> Iterator[Matrix]:
+def matrices_of(param: int, shape: Sequence[int], held: Mapping[int, tuple[int, int]]) -> Iterator[Matrix]:
     """The matrices of a parameter of shape [m, n] or [matrices, m, n].
 
     Args:
         param: the parameter's index.
         shape: global.
-        intervals: each rank's ``(start, stop)`` of the flattened parameter, as ``RaggedShard.intervals`` gives them.
+        held: ``(start, stop)`` of the flattened parameter by the ranks that hold some, as ``RaggedShard.held`` gives.
     """
     rows, columns = shape[-2:]
     numel = rows * columns
     parts: list[list[Part]] = [[] for _ in range(math.prod(shape[:-2]))]
-    for rank, (start, stop) in enumerate(intervals):
-        for i in range(start // numel, -(-stop // numel) if start < stop else 0):
+    for rank, (start, stop) in held.items():
+        for i in range(start // numel, -(-stop // numel)):
             first = i * numel
             parts[i].append(Part(rank, max(start - first, 0), min(stop - first, numel)))
-    for i, held in enumerate(parts):
-        yield Matrix(param, i * numel, (rows, columns), tuple(held), len(shape) > 2)
+    for i, of_matrix in enumerate(parts):
+        yield Matrix(param, i * numel, (rows, columns), tuple(of_matrix), len(shape) > 2)
 
 
 def plan_matrices(matrices: Sequence[Matrix], costs: Sequence[int], world_size: int, *, chunk_numel: int) -> MatrixPlan:

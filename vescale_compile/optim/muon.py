@@ -21,6 +21,8 @@ from .muon_step import MatrixShard, MuonStep
 from .newton_schulz import NewtonSchulz, flops
 from .units import local_elements, local_grad
 
+_MOST_PLANS = 8
+
 
 class Muon(MatrixOptimizer):
     r"""Muon (Jordan et al., 2024) for hidden matrices, AdamW for all other parameters, sharded or not.
@@ -88,7 +90,7 @@ class Muon(MatrixOptimizer):
     ) -> None:
         if isinstance(exchange_bytes, bool) or not isinstance(exchange_bytes, int) or exchange_bytes < 1:
             raise ValueError(f"Muon: exchange_bytes is {exchange_bytes!r}; it must be an int of at least 1")
-        self._plans: dict[bool, tuple[list[int], MatrixPlan]] = {}  # whether of sharded parameters
+        self._plans: dict[tuple[int, ...], MatrixPlan] = {}  # by the parameters' ids
         options = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -160,13 +162,12 @@ class Muon(MatrixOptimizer):
     def _matrix_step(self, members: Members) -> MuonStep:
         first = members[0][0]
         mesh = first.device_mesh if isinstance(first, RaggedDTensor) else None
-        rank = mesh.get_local_rank() if mesh is not None else 0
         shards = [
             MatrixShard(
                 param=local_elements(param),
                 grad=local_grad(param),
                 momentum=local_elements(self.state_of(param, group)["momentum_buffer"]),
-                start=_intervals(param)[rank][0],
+                start=param.interval[0] if isinstance(param, RaggedDTensor) else 0,
                 options=group,
             )
             for param, group in members
@@ -174,24 +175,24 @@ class Muon(MatrixOptimizer):
         return MuonStep(self._plan_for(members), shards, mesh.get_group() if mesh is not None else None)
 
     def _plan_for(self, members: Members) -> MatrixPlan:
-        """Planned again when other parameters have gradients."""
+        """One for each set of parameters with gradients, of which a program may have a few, in turn."""
         first = members[0][0]
-        sharded = isinstance(first, RaggedDTensor)
-        key = [id(param) for param, _ in members]
-        if sharded not in self._plans or self._plans[sharded][0] != key:
+        key = tuple(id(param) for param, _ in members)
+        if (plan := self._plans.pop(key, None)) is None:
             matrices = [
-                matrix
-                for i, (param, _) in enumerate(members)
-                for matrix in matrices_of(i, param.shape, _intervals(param))
+                matrix for i, (param, _) in enumerate(members) for matrix in matrices_of(i, param.shape, _held(param))
             ]
             costs = [flops(matrix.shape, members[matrix.param][1]["ns_steps"]) for matrix in matrices]
             ranks = first.device_mesh.size() if isinstance(first, RaggedDTensor) else 1
             chunk = max(self.defaults["exchange_bytes"] // torch.bfloat16.itemsize, 1)
-            self._plans[sharded] = key, plan_matrices(matrices, costs, ranks, chunk_numel=chunk)
-        return self._plans[sharded][1]
+            plan = plan_matrices(matrices, costs, ranks, chunk_numel=chunk)
+        self._plans[key] = plan  # the last used is the last
+        if len(self._plans) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        return plan
 
 
-def _intervals(param: Tensor) -> tuple[tuple[int, int], ...]:
+def _held(param: Tensor) -> dict[int, tuple[int, int]]:
     if isinstance(param, RaggedDTensor):
-        return param.placement.intervals(param.shape)
-    return ((0, param.numel()),)
+        return param.placement.held(param.shape)
+    return {0: (0, param.numel())}

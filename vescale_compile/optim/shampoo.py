@@ -159,8 +159,8 @@ class Shampoo(MatrixOptimizer):
 
     def _wrong_options(self, group: dict[str, Any]) -> list[str]:
         frequency, wrong = group["frequency"], []
-        if not group["ridge"] >= 0:
-            wrong.append(f"ridge is {group['ridge']}; it must be at least 0")
+        if not group["ridge"] > 0:  # without it singular factors, as all of thin gradients are, have no root
+            wrong.append(f"ridge is {group['ridge']}; it must be above 0")
         if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
             wrong.append(f"frequency is {frequency!r}; it must be an int of at least 1")
         if group["grafting"] not in (None, "adam", "sgd"):

@@ -101,6 +101,17 @@ class RaggedShard(Placement):
         """
         return _intervals(self, tuple(shape))
 
+    def held(self, shape: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Of :meth:`intervals` those that are not empty, by rank: few, where many ranks share many parameters.
+
+        Raises:
+            ValueError: a tensor of `shape` can't be cut this way.
+        """
+        unit = self.unit_numel(shape)
+        ranks = list(itertools.compress(itertools.count(), self.local_units)) if unit else []
+        stops = itertools.accumulate((self.local_units[rank] * unit for rank in ranks), initial=0)
+        return dict(zip(ranks, itertools.pairwise(stops), strict=True))
+
     def interval(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
         """One rank's of :meth:`intervals`, without the others', which are many where ranks are.
 
