@@ -13,7 +13,7 @@ class NoInverseRoot(ArithmeticError):
 def inverse_root(matrix: Tensor, root: int, ridge: float) -> Tensor:
     """``(matrix + ridge * largest eigenvalue * I) ** (-1 / root)``, damped as by Anil et al. (arXiv 2002.09018).
 
-    By an eigendecomposition in float64: float32 does not resolve the least eigenvalues of nearly any factor in training.
+    By an eigendecomposition in float64: float32 resolves the least eigenvalues of hardly any factor in training.
     The root of a matrix of zeros is taken to be I.
 
     Args:
