@@ -1,5 +1,6 @@
 """What is wrong on one rank is refused on every rank: no rank waits for another, none steps without it."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -50,6 +51,16 @@ def build(name: str, **options: Any) -> tuple[Model, torch.optim.Optimizer]:
 def give_gradients(params: Iterable[torch.Tensor]) -> None:
     for param in params:
         param.grad = torch.full_like(param.detach(), 0.1)
+
+
+@on_ranks(2)
+@each_optimizer
+def test_one_rank_alone_may_load_the_state_that_it_has(name: str) -> None:
+    model, optimizer = build(name)
+    if dist.get_rank() == 1:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    assert all(torch.isfinite(local(param)).all() for param in model.parameters())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ class MatrixOptimizer(Optimizer):
     whole_options: ClassVar[frozenset[str]]  # no group's own
     agreed_options: ClassVar[tuple[str, ...]]  # of groups, on which the order of collectives depends
     refusal: ClassVar[str] = ""  # what messages say of the gradients of parameters that can't be stepped
+    _agreed: tuple[str, ...] = ()  # what all ranks are known to have alike
 
     def __init__(
         self,
@@ -228,8 +229,9 @@ class MatrixOptimizer(Optimizer):
             for name, param, group in members:
                 options = {key: group.get(key) for key in self.agreed_options}
                 lines.append(f"{describe(param, name)}: {group['algorithm']} {options}")
-            agree(mesh, self._name, lines)
-            self._agreed_groups = len(self.param_groups)
+            if tuple(lines) != self._agreed:  # one rank alone may have loaded a state
+                agree(mesh, self._name, lines)
+            self._agreed_groups, self._agreed = len(self.param_groups), tuple(lines)
 
     def _step_adamw(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
         states = [self.state_of(param, group) for param in params]
