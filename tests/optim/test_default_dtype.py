@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from adamw8bit_cases import adamw8bit, assert_same_bits, contents
 from torch import nn
 
 import vescale_compile as vc
@@ -47,3 +48,20 @@ def test_the_map_of_codes_is_the_same(signed: bool, another_default: None) -> No
     codebook.cache_clear()
     expected = codebook(signed, torch.device("cpu"))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(book, expected, strict=True))
+
+
+def test_codes_scales_and_weights_are_the_same(another_default: None) -> None:
+    def stepped() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(numel, dtype=torch.float32)) for numel in (5000, 64)]
+        optimizer = adamw8bit(params)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape, dtype=torch.float32)
+            optimizer.step()
+        return contents(params, optimizer)
+
+    found = stepped()
+    torch.set_default_dtype(torch.float32)
+    codebook.cache_clear()
+    assert_same_bits(found, stepped())

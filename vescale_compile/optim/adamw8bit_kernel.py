@@ -68,7 +68,7 @@ class Coefficients(NamedTuple):
         on the CPU instead of dividing by it. And with the weights, which ``torch.where`` would copy there."""
         # Filled there, because a copy from the CPU would wait for it.
         names = ("weight1", "weight2", "correction1", "correction2")
-        there = {name: torch.full((), float(getattr(self, name)), device=device) for name in names}
+        there = {name: torch.full((), float(getattr(self, name)), dtype=torch.float32, device=device) for name in names}
         return self._replace(**there)
 
 
