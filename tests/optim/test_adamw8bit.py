@@ -11,7 +11,6 @@ from adamw8bit_cases import SHAPES, adamw8bit, assert_same_bits, contents, give_
 from adamw8bit_reference import Moments
 from torch import nn
 
-import vescale_compile as vc
 from vescale_compile.optim.gradients import UnusableGradients
 
 STEPS = 4
@@ -331,13 +330,16 @@ def test_a_copied_optimizer_steps_as_the_first() -> None:
     assert_same_bits(contents(params, optimizer), contents(copied_params, copied))
 
 
-@pytest.mark.parametrize("numel", [1024, 8])
-def test_a_gradient_whose_square_is_infinite_leaves_its_neighbours_finite(numel: int) -> None:
-    param = nn.Parameter(torch.ones(numel))
-    optimizer = vc.optim.AdamW8bit([param], compile=False)
+@pytest.mark.parametrize("numel", [8192, 8])
+@pytest.mark.parametrize(
+    "sizes", [[1e20, 1, 1], [1e30, 1, 1], [3e38] * 30 + [-3e38] * 30], ids=["1e20", "1e30", "both signs"]
+)
+def test_a_gradient_whose_square_is_infinite_moves_its_element_as_any_other(numel: int, sizes: list[float]) -> None:
+    param = nn.Parameter(torch.zeros(numel))
+    optimizer = adamw8bit([param], lr=0.01, weight_decay=0.0)
     param.grad = torch.ones(numel)
-    param.grad[0] = 1e20
-    for _ in range(3):
+    for size in sizes:
+        before = param.detach().clone()
+        param.grad[0] = size
         optimizer.step()
-        param.grad[0] = 1.0
-    assert torch.isfinite(param).all()
+        assert (param - before).abs().max() <= 0.011

@@ -44,6 +44,8 @@ class AdamW8bit(Optimizer):
     block that is not all zeros) the denominator counts that border in and is at least the first moment, so the
     element moves by at most the learning rate, decay apart. What is stored does not change by this.
 
+    An element of a gradient counts as at most 1.8e19, of either sign: the largest whose square is a float32.
+
     Parameters that lie next to each other in a unit, which is usually all of its matrices, are one run, and a run is
     one call of a function that Inductor compiled. The first step of a process compiles (seconds); afterwards neither
     other sizes nor other learning rates do. Tiles at the edge of a tensor, where they are smaller, are stepped without

@@ -17,6 +17,7 @@ from ..torch_internals import rounds_as_operators
 from .blockwise import LEAST_SCALE, Codebook, block_scales, codebook, dequantize, quantize
 
 _MOST_KERNELS = 256  # block sizes times dtypes times devices, before compiling fails; by default it would be 8
+_LARGEST = 2.0**64 - 2.0**40  # the largest float32 whose square is one
 BLOCK_DIMS = (1, 3)  # of a [rows of blocks, h, columns of blocks, w] view
 
 
@@ -98,12 +99,12 @@ def step_blocks(tensors: Sequence[Tensor], by: Coefficients, books: Codebooks) -
         books: of the tensors' device.
     """
     param, grad, codes1, codes2, scales1, scales2 = tensors
-    gradient = grad.float()
+    gradient = _clamped(grad)
     old1 = dequantize(codes1, books.first) * scales1
     old2 = dequantize(codes2, books.second) * scales2
     underflowed = (codes2 == 0) & (scales2 > LEAST_SCALE)
     moment1 = _average(old1, gradient, by.weight1, by.keep1)
-    moment2 = _average(old2, _square(gradient), by.weight2, by.keep2)
+    moment2 = _average(old2, gradient * gradient, by.weight2, by.keep2)
 
     corrected1 = moment1 / by.correction1
     denominator = _root(torch.where(underflowed, moment2 + by.floor * scales2, moment2)) / by.correction2
@@ -122,18 +123,22 @@ def step_blocks(tensors: Sequence[Tensor], by: Coefficients, books: Codebooks) -
 def step_elements(tensors: Sequence[Tensor], by: Coefficients) -> None:
     """One AdamW step in place with float32 moments: parameters, gradients and both moments, of one shape."""
     param, grad, moment1, moment2 = tensors
-    gradient = grad.float()
+    gradient = _clamped(grad)
     new1 = _average(moment1, gradient, by.weight1, by.keep1)
-    new2 = _average(moment2, _square(gradient), by.weight2, by.keep2)
+    new2 = _average(moment2, gradient * gradient, by.weight2, by.keep2)
     denominator = _root(new2) / by.correction2 + by.eps
     param.copy_(param.float() * by.decay - by.lr * (new1 / by.correction1 / denominator))
     moment1.copy_(new1)
     moment2.copy_(new2)
 
 
-def _square(gradient: Tensor) -> Tensor:
-    """At most the largest float: an infinite one would make the scale of its block infinite, and all of it NaN."""
-    return (gradient * gradient).clamp(max=torch.finfo(torch.float32).max)
+def _clamped(grad: Tensor) -> Tensor:
+    """In float32, no further from 0 than what has a finite square.
+
+    An infinite square would make the scale of its block infinite, and all of the block NaN. Were the square alone
+    limited, the element would move by the learning rate times what its gradient is beyond.
+    """
+    return grad.float().clamp(-_LARGEST, _LARGEST)
 
 
 def _average(old: Tensor, new: Tensor, weight: Tensor, keep: Tensor) -> Tensor:
