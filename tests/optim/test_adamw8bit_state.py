@@ -182,6 +182,14 @@ def test_whole_states_are_sliced_and_states_of_other_shards_refused() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
+def test_a_state_of_another_optimizer_is_refused_though_it_holds_none_yet() -> None:
+    params = parameters()
+    optimizer = adamw8bit(params)
+    with pytest.raises(ValueError, match=r"the saved state: it is of another optimizer"):
+        optimizer.load_state_dict(torch.optim.AdamW(params).state_dict())
+    assert optimizer.param_groups[0]["block"] == 256
+
+
 def test_a_state_of_other_blocks_is_refused_though_it_holds_none_yet() -> None:
     optimizer = vc.optim.AdamW8bit([nn.Parameter(torch.ones(1024))], block=256)
     before_any_step = vc.optim.AdamW8bit([nn.Parameter(torch.ones(1024))], block=128).state_dict()

@@ -241,7 +241,7 @@ class AdamW8bit(Optimizer):
                 if loaded["state"].get(key)
             }
             blocks = Blocks(saved_group["block"], saved_group["tile"]) if "block" in saved_group else None
-            if members and (saved or blocks is not None):  # the group takes the saved ones, with no state too
+            if members:  # the group takes the saved ones, with no state too
                 check_blocks(members[0], blocks)
             for unit in in_memory_order([member for member in members if member.param in saved]):
                 for member in unit:
