@@ -156,7 +156,7 @@ def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline
 def tell_of_failure(buffers: Sequence[DBuffer], problem: str) -> None:
     """Posts why this rank has no graph where the others will come to :func:`agree_on_graph`, and waits for nobody."""
     for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
-        if mesh.size() > 1 and dist.get_backend() != "fake":
+        if not nobody_to_ask(mesh):
             _Exchange(mesh, _GRAPH, [problem], "", "", 0.0).leave()
 
 
@@ -182,15 +182,24 @@ def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
     rank, or the ``fake`` backend, there is nobody to ask but this rank itself: a checkpointed layer that is compiled
     again in the backward must save what it saved before.
     """
-    if mesh.size() == 1 or dist.get_backend() == "fake":
+    if nobody_to_ask(mesh):
         return life().answers.setdefault
-    store, prefix = default_store(), f"{life().prefix(mesh)}/decided"
+    store, prefix = default_store(), life().prefix(mesh)
 
     def decide(question: str, answer: str) -> str:
-        key = hashlib.sha256(question.encode()).hexdigest()
-        return store.compare_set(f"{prefix}/{key}", "", answer).decode()
+        return store.compare_set(decision_key(prefix, question), "", answer).decode()
 
     return decide
+
+
+def decision_key(prefix: str, question: str) -> str:
+    """Under which the ranks of a mesh, whose keys have that prefix, post their decision."""
+    return f"{prefix}/decided/{hashlib.sha256(question.encode()).hexdigest()}"
+
+
+def nobody_to_ask(mesh: DeviceMesh) -> bool:
+    """Whether a mesh has no ranks but this one that are there."""
+    return mesh.size() == 1 or dist.get_backend() == "fake"
 
 
 def agree(
@@ -217,7 +226,7 @@ def agree(
         RanksDisagree: naming the ranks that differ, and the first difference.
         RanksMissing: naming the ranks that did not arrive.
     """
-    if mesh.size() == 1 or dist.get_backend() == "fake":
+    if nobody_to_ask(mesh):
         return
     if deadline_s is None:
         deadline_s = timeout_of(mesh.get_group(0), torch.device(mesh.device_type)).total_seconds()

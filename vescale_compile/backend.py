@@ -33,6 +33,7 @@ from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
 from .runtime.pool import SlotSpec, StepSlots, with_fresh_slots
 from .runtime.registered import registering_group
+from .runtime.trial import Trial
 from .sharded_class import anything_sharded
 from .shared_lowering import lowered_once
 from .torch_internals import (
@@ -68,6 +69,7 @@ def vescale(
     on_compiled: Callable[[GraphReport], None] | None = None,
     on_graph: Callable[[fx.Graph], None] | None = None,
     generate_code: bool = True,
+    trial: Trial | None = None,
 ) -> Callable[..., Any]:
     """Compiles one graph that Dynamo captured.
 
@@ -81,6 +83,7 @@ def vescale(
         generate_code: False ends before Inductor would write kernels, and runs the graphs that it would have got
             operator by operator, on memory of their own: for who only wants to see them, and for tensors that only
             have shapes.
+        trial: that the compilation is for, if nothing that is decided in it may hold for those that train.
 
     Raises (through ``torch.compile`` it is the ``inner_exception`` of a ``torch._dynamo.exc.BackendCompilerFailed``):
         ValueError: an option that does not exist, or has an impossible value.
@@ -104,7 +107,7 @@ def vescale(
         warn_of_unaveraged(gm, example_inputs)
         warn_of_one_unit(buffers)
     with others_hear_of_failures(buffers):
-        captured = capture(gm, example_inputs, read)
+        captured = capture(gm, example_inputs, read, trial)
         run = _lowered(captured, example_inputs, read, on_graph, generate_code)
         report = GraphReport.of(captured)
     check_agreement(captured, read.deadline)

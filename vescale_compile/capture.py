@@ -20,6 +20,7 @@ from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.model import Model, beside
 from .runtime.ops import gives_float32_products
+from .runtime.trial import Trial
 from .runtime.unshard import ParamView
 from .torch_internals import (
     copy_capture_marks,
@@ -78,8 +79,10 @@ def _bindings(example_inputs: Sequence[Any]) -> dict[int, Binding]:
     return {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Capture:
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, trial: Trial | None = None) -> Capture:
     """Reads the sharded parameters among the example inputs, of which there is one at least.
+
+    What the passes decide holds in the ``trial``, if it is for one, and otherwise for all ranks that train.
 
     Raises:
         ValueError: the cluster of ``options`` can't be read on this rank, or is of another number of ranks.
@@ -103,7 +106,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
         for view, position in enumerate(unit.positions)
     }
     shard = next(iter(positions)).shard
-    decide = first_decides(max((buffer.mesh for buffer in positions), key=DeviceMesh.size))
+    largest = max((buffer.mesh for buffer in positions), key=DeviceMesh.size)
+    decide = first_decides(largest) if trial is None else trial.first_decides(largest)
     cluster = cluster_for(options.cluster, shard.device, max(unit.graph.comm.world_size for unit in units))
     context = CompileContext(
         rank=dist.get_rank(),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .backend import own_errors, vescale
 from .report import GraphReport, Report
 from .runtime.crossing import forget_carried
+from .runtime.trial import Trial
 from .sharded_module import uncompiled
 
 
@@ -23,7 +24,8 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
 
     It runs the forward once, on the arguments given, so every rank of the mesh must call it; operator by operator, for
     Inductor would take most of the time to write kernels that the report says nothing of. Nothing is trained:
-    gradients, parameters, buffers and random state stay as they are.
+    gradients, parameters, buffers and random state stay as they are, and what ranks decide here (which units are kept,
+    say) is decided anew when they train; what they have decided for training is shown.
 
     Args:
         model: a module that ``fully_shard`` was called on, compiled or not.
@@ -40,7 +42,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
     """
     graphs: list[GraphReport] = []
     module = uncompiled(model)
-    backend = functools.partial(vescale, options=options, on_compiled=graphs.append, generate_code=False)
+    backend = functools.partial(vescale, options=options, on_compiled=graphs.append, generate_code=False, trial=Trial())
     devices = {param.device for param in module.parameters() if param.device.type == "cuda"}
     compiled_in_place = mock.patch.object(module, "_compiled_call_impl", None)  # by module.compile(), for training
     with own_errors(), torch.random.fork_rng(devices=list(devices)), _buffers_kept(module), compiled_in_place:

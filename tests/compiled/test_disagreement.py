@@ -23,6 +23,7 @@ from vescale_compile.runtime import agreement, messages
 from vescale_compile.runtime.agreement import RanksMissing, agree, agree_on_buffers, first_decides
 from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
 from vescale_compile.runtime.crossing import forget_carried
+from vescale_compile.runtime.trial import Trial
 from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -232,6 +233,27 @@ def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later
     if rank == 2:
         assert decide("which order", "another") == "mine"
         assert decide("another graph's order", "another") == "another"
+
+
+@on_ranks(2)
+def test_what_a_trial_decides_holds_in_it_alone_on_all_ranks():
+    mesh, trial, rank = init_device_mesh("cpu", (2,)), Trial(), dist.get_rank()
+    decide = trial.first_decides(mesh)
+    if rank == 0:
+        assert decide("which order", "mine") == "mine"
+    dist.barrier()
+    if rank == 1:
+        assert decide("which order", "another") == "mine"
+        assert first_decides(mesh)("which order", "the real one") == "the real one"
+
+
+@on_ranks(2)
+def test_what_was_decided_for_training_holds_in_a_trial():
+    mesh = init_device_mesh("cpu", (2,))
+    if dist.get_rank() == 0:
+        first_decides(mesh)("which order", "the real one")
+    dist.barrier()
+    assert Trial().first_decides(mesh)("which order", "another") == "the real one"
 
 
 def initialize_again(store: Path) -> None:

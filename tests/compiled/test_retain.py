@@ -147,3 +147,47 @@ def test_a_real_step_takes_what_the_budget_allows():
     most = allocated_by(lambda: call(*data).backward())
     assert max(part.peak.nbytes for part in graph.parts.values()) == pytest.approx(most, rel=0.1)
     assert graph.shard_bytes + graph.slot_bytes + most <= 1.1 * budget
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+SMALL, LARGE = 4, 2048
+SCARCE = {"lowering": "eager", "memory_budget": "63MB"}  # has room for all units of a small batch, for none of a large
+
+
+def wide() -> torch.nn.Module:
+    torch._dynamo.reset()
+    return vc.fully_shard(Wide())
+
+
+def gathered_again(model: torch.nn.Module, rows: int) -> int:
+    (graph,) = vc.explain(model, torch.randn(rows, 512), options=SCARCE).graphs
+    return gathers(graph, Part.BACKWARD)
+
+
+def train_once(model: torch.nn.Module, rows: int) -> None:
+    torch.compile(model, backend="vescale", options=SCARCE)(torch.randn(rows, 512)).backward()
+
+
+def test_what_is_kept_for_a_batch_that_is_only_explained_need_not_be_when_training():
+    with fake_world(1):
+        model = wide()
+        few = gathered_again(model, SMALL)
+        train_once(model, LARGE)
+        assert gathered_again(model, LARGE) > few
+
+
+def test_explaining_shows_what_was_decided_for_training():
+    with fake_world(1):
+        model = wide()
+        train_once(model, LARGE)
+        assert gathered_again(model, SMALL) == gathered_again(model, LARGE)
