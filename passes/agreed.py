@@ -22,6 +22,7 @@ def agreed_units(again: Units, kept: Units, carried: Units, context: CompileCont
     launched for it in the forward. Programs on the same units may differ in which ones their backward reads."""
     own = json.dumps([sorted(kept), sorted(carried)])
     first, second = json.loads(_decided(repr(("units", sorted(again))), own, context))
+    context.imposed = frozenset(first) - kept
     return frozenset(first), frozenset(second)
 
 

@@ -194,6 +194,7 @@ class CompileContext:
         params: sharded parameters by the position of their placeholder in the captured graph.
         reduced_units: units in the order in which the joint graph reduces their gradients.
         kept: units that may be resharded and are kept for the backward, because memory allows it.
+        imposed: those of the units kept that were so decided elsewhere, and that this rank would gather again.
         carried: units whose gather for the backward is launched in the forward.
         saved: units by the names of inputs of the backward that are parameters gathered in the forward.
         donated: names of inputs of the backward that nothing else needs, whose memory generated code may write to.
@@ -224,6 +225,7 @@ class CompileContext:
     params: dict[int, ParamInput]
     reduced_units: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
+    imposed: frozenset[int] = frozenset()
     carried: frozenset[int] = frozenset()
     saved: dict[str, int] = field(default_factory=dict)
     donated: frozenset[str] = frozenset()

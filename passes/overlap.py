@@ -39,8 +39,7 @@ from .memory import peak_of
 from .prediction import predict
 from .tasks import Collective, collectives_of, one_task, segments_of, task_graph
 
-LARGEST_FIRST = "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
-
+_NAMED = 3  # units that a message has the names of
 _OURS = 0.9  # of a device's memory: the rest is the allocator's, and of libraries
 
 
@@ -124,7 +123,19 @@ def _refuse(tasks: TaskGraph, context: CompileContext) -> None:
     try:
         check_budget(tasks, context.memory_budget)
     except BudgetError as error:
-        fail(context, None, f"{context.part.value}: {error}. {LARGEST_FIRST}")
+        fail(context, None, f"{context.part.value}: {error}. {largest_first(context)}")
+
+
+def largest_first(context: CompileContext) -> str:
+    """Ends a message on a step that takes too much: other batches may have decided what is kept in it."""
+    if not context.imposed:
+        return "Where batches differ in size, begin with the largest: what the first keeps for the backward, all keep"
+    names = [context.units[unit].name for unit in sorted(context.imposed)]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (
+        "Or begin with the largest batch, on all ranks: the first to be compiled has decided for all that "
+        f"{', '.join(names[:_NAMED])}{more} are kept for the backward, for which this one leaves no room"
+    )
 
 
 def _place_carried(graph: fx.Graph) -> None:

@@ -26,7 +26,7 @@ from .context import (
 from .edit import value_of
 from .memory import peak_of
 from .moves import moved_parameters
-from .overlap import LARGEST_FIRST
+from .overlap import largest_first
 from .sink import is_store
 
 
@@ -136,7 +136,7 @@ def check_memory(graph: fx.Graph, context: CompileContext) -> None:
             None,
             f"memory_budget is {size_text(budget)}, but a step takes {size_text(taken)} with its slots "
             f"({size_text(slots)}) and the shards of all units ({size_text(context.standing_bytes)}). Give at least "
-            f"{least_text(taken)}, or make units smaller. {LARGEST_FIRST}",
+            f"{least_text(taken)}, or make units smaller. {largest_first(context)}",
         )
 
 

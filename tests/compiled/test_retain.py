@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernels import allocated_by
 from ranks import fake_world, on_ranks
+from torch._dynamo.exc import BackendCompilerFailed
 
 import vescale_compile as vc
 from vescale_compile.passes.context import GraphError, Part
@@ -191,3 +192,13 @@ def test_explaining_shows_what_was_decided_for_training():
         model = wide()
         train_once(model, LARGE)
         assert gathered_again(model, SMALL) == gathered_again(model, LARGE)
+
+
+def test_a_batch_that_what_a_smaller_one_keeps_leaves_no_room_is_refused_with_their_names():
+    with fake_world(1):
+        model = wide()
+        train_once(model, SMALL)
+        with pytest.raises(BackendCompilerFailed) as refused:
+            train_once(model, LARGE)
+    (kept,) = re.findall(r"has decided for all that (.+) are kept for the backward", str(refused.value.inner_exception))
+    assert kept.startswith("layers.")
