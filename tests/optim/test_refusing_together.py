@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import vescale_compile as vc
 from vescale_compile.optim.gradients import UnusableGradients
 from vescale_compile.ragged.dtensor import distribute_ragged
+from vescale_compile.runtime.agreement import RanksDisagree
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -61,6 +62,18 @@ def test_one_rank_alone_may_load_the_state_that_it_has(name: str) -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()
     assert all(torch.isfinite(local(param)).all() for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "option"), [("Muon", "ns_steps"), ("Shampoo", "frequency")])
+def test_an_option_that_one_rank_alone_has_loaded(name: str, option: str) -> None:
+    model, optimizer = build(name)
+    if dist.get_rank() == 1:
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0][option] = 7
+        optimizer.load_state_dict(saved)
+    message = rf"\[rank {dist.get_rank()}\] {name}: .*rank 1 has 'group 0: {name.lower()}, {option} 7' where rank 0 has"
+    assert_nothing_changes(model, optimizer, RanksDisagree, message)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..mesh import whole_mesh
 from ..ragged.dtensor import RaggedDTensor
 from ..ragged.local import same_layout
+from ..runtime.agreement import agree
 from .units import NamedParams, describe, local_elements, rank_prefix
 
 
@@ -43,7 +45,12 @@ def is_usable(param: Tensor) -> bool:
 
 
 def check_gradients(
-    optimizer: str, params: NamedParams, *, refused: AbstractSet[Tensor] = frozenset(), reason: str = ""
+    optimizer: str,
+    params: NamedParams,
+    *,
+    refused: AbstractSet[Tensor] = frozenset(),
+    reason: str = "",
+    alike: Sequence[str] = (),
 ) -> None:
     """Reads every gradient once and compares the ranks: one all-reduce of five integers for each parameter.
 
@@ -55,8 +62,10 @@ def check_gradients(
             all on one mesh; one that is not sharded may have a gradient on some ranks alone.
         refused: parameters whose finite gradients the optimizer can't use on this rank.
         reason: what messages say of them.
+        alike: lines that must be equal on every rank. Only where they are not do ranks exchange them.
 
     Raises:
+        RanksDisagree: on every rank of the mesh, quoting the first of those lines that differs.
         UnusableGradients: on every rank of the mesh, naming a rank and a parameter.
         ValueError: instead, as :func:`check_layouts`, on the ranks that have a gradient of another layout.
     """
@@ -77,13 +86,20 @@ def check_gradients(
         [param.grad if fits else None for (_, param), fits in zip(params, usable, strict=True)], device
     )
     known = torch.tensor([present, absent, misfit, unfit], device=device)
-    codes = torch.cat([known, infinite[None]]).to(torch.int32) * (me + 1)
+    flags = torch.cat([known, infinite[None]]).to(torch.int32) * (me + 1)
+    # The largest of all ranks' digests is the least, too, where they are equal.
+    digest = zlib.crc32("\n".join(alike).encode()) >> 1
+    codes = torch.cat([flags.flatten(), torch.tensor([digest, -digest], dtype=torch.int32, device=device)])
     for group in mesh.get_all_groups() if mesh is not None else ():
         if group.size() > 1:
             dist.all_reduce(codes, dist.ReduceOp.MAX, group=group)
+    *found, largest, negated_least = codes.tolist()
+    if mesh is not None and largest != -negated_least:
+        agree(mesh, optimizer, alike, remedy="Give every rank's optimizer the same options, and load the same state.")
 
     check_layouts(optimizer, params)  # of this rank's own it says more
-    for (name, param), shards, has, lacks, other, useless, bad in zip(params, sharded, *codes.tolist(), strict=True):
+    rows = [found[i : i + len(params)] for i in range(0, len(found), len(params))]
+    for (name, param), shards, has, lacks, other, useless, bad in zip(params, sharded, *rows, strict=True):
         where = f"{f'[rank {me}] ' if mesh is not None else ''}{optimizer}: "
         if shards and has and lacks:
             raise UnusableGradients(

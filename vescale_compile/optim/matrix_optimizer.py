@@ -40,7 +40,7 @@ class MatrixOptimizer(Optimizer):
     whole_options: ClassVar[frozenset[str]]  # no group's own
     agreed_options: ClassVar[tuple[str, ...]]  # of groups, on which the order of collectives depends
     refusal: ClassVar[str] = ""  # what messages say of the gradients of parameters that can't be stepped
-    _agreed: tuple[str, ...] = ()  # what all ranks are known to have alike
+    _agreed_groups = 0  # how many there were when ranks compared what they have built
 
     def __init__(
         self,
@@ -60,7 +60,6 @@ class MatrixOptimizer(Optimizer):
             "adamw_eps": adamw_eps,
             "adamw_foreach": foreach,
         }
-        self._agreed_groups = 0
         super().__init__(params, {**options, **of_adamw})
         if not any(group["params"] for group in self.param_groups if group["algorithm"] == self.algorithm):
             raise ValueError(
@@ -125,7 +124,7 @@ class MatrixOptimizer(Optimizer):
             UnusableGradients: on every rank, before anything is changed, if a gradient has NaN or infinite elements,
                 can't be used by the algorithm, or is there on some ranks alone.
             ValueError: instead, on a rank with a gradient that is not dense, or not sharded as its parameter.
-            RanksDisagree: ranks have built different optimizers.
+            RanksDisagree: ranks have built different optimizers, or given them, or loaded, different options.
         """
         loss = None
         if closure is not None:
@@ -137,8 +136,9 @@ class MatrixOptimizer(Optimizer):
         ready = [
             (param, group) for _, param, group in members if is_usable(param) and group["algorithm"] == self.algorithm
         ]
+        alike = self._agreed_lines()
         end = self._begin(
-            ready, lambda refused: check_gradients(self._name, named, refused=refused, reason=self.refusal)
+            ready, lambda refused: check_gradients(self._name, named, refused=refused, reason=self.refusal, alike=alike)
         )
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
@@ -154,7 +154,6 @@ class MatrixOptimizer(Optimizer):
             for _, param, group in members_of(state["param_groups"]):
                 check_state(self._name, param, state["state"].get(param, {}), self._layouts_by_algorithm(param, group))
         super().__setstate__(state)
-        self._agreed_groups = 0
 
     def state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """A parameter's state, made if there is none yet."""
@@ -227,11 +226,16 @@ class MatrixOptimizer(Optimizer):
         if mesh is not None and self._agreed_groups != len(self.param_groups):
             lines = [f"{key} {self.defaults[key]}" for key in sorted(self.whole_options)]
             for name, param, group in members:
-                options = {key: group.get(key) for key in self.agreed_options}
-                lines.append(f"{describe(param, name)}: {group['algorithm']} {options}")
-            if tuple(lines) != self._agreed:  # one rank alone may have loaded a state
-                agree(mesh, self._name, lines)
-            self._agreed_groups, self._agreed = len(self.param_groups), tuple(lines)
+                lines.append(f"{describe(param, name)}: {group['algorithm']}")
+            agree(mesh, self._name, lines)
+            self._agreed_groups = len(self.param_groups)
+
+    def _agreed_lines(self) -> list[str]:
+        """The options that ranks compare in every step, and not with :meth:`_agree`: one rank may load others alone."""
+        return [
+            f"group {i}: {', '.join([group['algorithm'], *(f'{key} {group.get(key)}' for key in self.agreed_options)])}"
+            for i, group in enumerate(self.param_groups)
+        ]
 
     def _step_adamw(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
         states = [self.state_of(param, group) for param in params]
