@@ -165,7 +165,6 @@ def test_what_is_left_out_may_be_cut_anywhere():
             r"\[rank 0\] fully_shard: parameter '0.0.weight': quantize_gradients is MXFP8\(\); give vc\.BlockInt8",
         ),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
 def test_what_fully_shard_refuses(options, kind, message):
     with fake_world(2):
