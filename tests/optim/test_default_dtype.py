@@ -39,6 +39,10 @@ def test_steps_are_counted_beyond_256(build: Callable[..., torch.optim.Optimizer
     optimizer.step()
     counts = [state["step"] for state in optimizer.state.values() if "step" in state]
     assert counts and all(count.dtype == torch.float32 for count in counts)
+    for count in counts:
+        count.fill_(256)
+    optimizer.step()
+    assert {count.item() for count in counts} == {257}
 
 
 @pytest.mark.parametrize("signed", [True, False])
