@@ -103,7 +103,7 @@ def _schedule(
             found = synchronous_schedule(tasks)
             planned = planned_with(found)
         if planned > context.memory_budget:
-            _refuse(tasks, context)
+            _refuse(tasks, planned, context)
     early = launched_early(tasks, found)
     if planned_with(early) <= planned:
         return early
@@ -117,11 +117,11 @@ def _device_leaves(context: CompileContext) -> float:
     return math.inf if capacity is None else _OURS * capacity - 2 * (context.shard_bytes + context.beside.shards)
 
 
-def _refuse(tasks: TaskGraph, context: CompileContext) -> None:
-    """Fails if tasks know what is too large for the budget; the report of the whole step knows the rest."""
+def _refuse(tasks: TaskGraph, planned: int, context: CompileContext) -> None:
+    """Fails with the bytes ``planned`` for a step whose graph overlaps nothing, and what is largest in the graph."""
     assert context.part is not None and context.memory_budget is not None
     try:
-        check_budget(tasks, context.memory_budget)
+        check_budget(tasks, context.memory_budget, planned)
     except BudgetError as error:
         fail(context, None, f"{context.part.value}: {error}. {largest_first(context)}")
 
@@ -165,9 +165,9 @@ def _taken(graph: fx.Graph, context: CompileContext) -> tuple[tuple[SlotSpec, ..
 
 
 def room_ahead(tasks: TaskGraph) -> int:
-    """What overlap may take where no budget is given, more than a schedule that waits for everything at once: one
-    unit's parameters, and one unit's gradients with the scratch of their reduction, of all parts that a unit is cut
-    into. It is what gathering one unit ahead, and reducing it while the next is computed, takes."""
+    """Bytes that gathering one unit ahead, and reducing it while the next is computed, takes more than a schedule that
+    waits for everything at once: one unit's parameters, and one unit's gradients with the scratch of their reduction,
+    of all parts that a unit is cut into."""
     gathered: Counter[str] = Counter()
     reduced: Counter[str] = Counter()
     for each in tasks.transfers:
@@ -181,7 +181,7 @@ def _move(
 ) -> None:
     """Puts launches and waits where the schedule has them, and the buffers before their launches. Launches that share a
     collective follow one another."""
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     after = segments[0][0]
     order = order_of(graph)
     for instruction in schedule.instructions:

@@ -13,7 +13,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 import vescale_compile as vc
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.passes.summary import Kind
-from vescale_compile.quantities import bytes_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -42,24 +41,27 @@ def gathers(graph, part: Part) -> int:
     return sum(entry.kind is Kind.ALL_GATHER for entry in graph.parts[part].entries)
 
 
+@functools.cache
 def least_budget() -> int:
-    """What the forward needs, what the backward needs, and what both do with their slots, as one after the other is
-    refused less."""
-    budget = 1
-    while True:
-        try:
-            explained(budget)
-        except GraphError as refused:
-            needed = re.search(r"needs ([\d,]+)|Give at least ([\d.]+.?B)", str(refused))
-            assert needed is not None
-            budget = int(needed[1].replace(",", "")) if needed[1] else bytes_in(needed[2])
-        else:
-            return budget
+    """What a step needs, as it says where it gets less."""
+    with pytest.raises(GraphError) as refused:
+        explained(1)
+    needed = re.search(r"needs ([\d,]+)", str(refused.value))
+    assert needed is not None
+    return int(needed[1].replace(",", ""))
 
 
 def between() -> int:
     """A budget with room for some of the units."""
     return (explained(None).peak_bytes + explained(None, reshard=False).peak_bytes) // 2
+
+
+def test_the_budget_that_a_refusal_asks_for_is_enough_and_little_less_is_not():
+    with fake_world(2):
+        least = least_budget()
+        assert explained(least).peak_bytes <= least
+        with pytest.raises(GraphError, match=f"needs {least:,}"):
+            explained(int(0.99 * least))
 
 
 def test_the_backward_gathers_less_the_larger_the_budget_which_is_never_exceeded():

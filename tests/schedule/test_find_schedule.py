@@ -21,6 +21,7 @@ from vescale_compile.schedule import (
     TaskGraph,
     Transfer,
     Wait,
+    check_budget,
     find_schedule,
     least_peak,
     lower_bound,
@@ -205,6 +206,29 @@ def test_small_transfers_share_collectives_where_latency_dominates() -> None:
     assert found.timeline.makespan < find_schedule(alone, 40).timeline.makespan
 
 
+def gathered(count: int, gather: float, compute: float, latency: float) -> TaskGraph:
+    """The forward of as many layers."""
+    gathers = (
+        Transfer(f"gather {i}", latency, gather, readers=(i,), output_bytes=1, merge="all") for i in range(count)
+    )
+    return TaskGraph(tuple(Compute(f"layer {i}", compute) for i in range(count)), tuple(gathers))
+
+
+def test_the_last_to_share_collectives_are_few_where_all_wait_for_the_wire() -> None:
+    """What is left to be computed when they have come is exposed."""
+    sizes = [len(group) for group in launches(find_schedule(gathered(24, 2.0, 2.0, 0.5), 1000).schedule)]
+    assert sizes[-1] == 1 < max(sizes)
+
+
+def test_gathers_and_reductions_share_collectives_by_different_numbers() -> None:
+    plain = gathered(12, 0.1, 4.0, 2.0)
+    scattered = (Transfer(f"reduce {i}", 0.5, 3.0, writers=(i,), input_bytes=40, merge="reductions") for i in range(12))
+    graph = replace(plain, transfers=(*plain.transfers, *scattered))
+    groups = launches(find_schedule(graph, 200).schedule)
+    gathers, reductions = ({len(group) for group in groups if (group[0] < 12) == first} for first in (True, False))
+    assert max(gathers) > max(reductions)
+
+
 def test_small_transfers_share_collectives_where_the_host_takes_longest() -> None:
     plain = layers(12, gather=0.1, compute=2.0, size=1)
     calls = tuple(
@@ -255,6 +279,13 @@ def test_a_budget_that_nothing_fits_in_is_refused_with_what_takes_the_memory() -
         find_schedule(graph, 169)
     assert error.value.least_bytes == 170
     assert find_schedule(graph, 170).timeline.peak_bytes == 170
+
+
+def test_more_may_be_known_to_be_needed() -> None:
+    graph = TaskGraph((Compute("layer", 1.0, 70),), (Transfer("gather", 0.0, 1.0, readers=(0,), output_bytes=30),))
+    check_budget(graph, 120, needed=120)
+    with pytest.raises(BudgetError, match=r"needs 120, .*70 of layer's own .*Give at least 120 bytes"):
+        check_budget(graph, 119, needed=120)
 
 
 def reduced_twice(scratch: int) -> TaskGraph:

@@ -184,6 +184,15 @@ def test_a_host_that_is_ahead_takes_no_time() -> None:
     assert (timeline.makespan, timeline.starved) == (9.0 + 2.0, 0.0)
 
 
+def test_nothing_is_computed_before_what_the_host_does_first() -> None:
+    graph = TaskGraph(
+        (Compute("first", 5.0), Compute("second", 4.0)), (transfer("reduce", 1.0, writers=(1,)),), before=3.0
+    )
+    timeline = run(graph, Run(0), Run(1), Launch((0,)), Wait((0,)))
+    assert timeline.runs == ((3.0, 8.0), (8.0, 12.0))
+    assert (timeline.starved, timeline.makespan) == (3.0, 13.0)
+
+
 def test_the_host_calls_merged_transfers_once() -> None:
     parts = [Transfer(f"gather {i}", 0.0, 1.0, readers=(0,), merge="all", issue=0.5, call=4.0) for i in range(2)]
     timeline = run(TaskGraph((Compute("reads", 1.0),), tuple(parts)), Launch((0, 1)), Wait((0, 1)), Run(0))

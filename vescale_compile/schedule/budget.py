@@ -25,17 +25,21 @@ def least_peak(graph: TaskGraph) -> int:
     return most_frugal(graph)[0].peak
 
 
-def check_budget(graph: TaskGraph, budget: int) -> None:
-    """Raises BudgetError if no schedule of ``graph`` fits in ``budget`` bytes."""
+def check_budget(graph: TaskGraph, budget: int, needed: int = 0) -> None:
+    """Raises BudgetError if no schedule of ``graph`` fits in ``budget`` bytes.
+
+    Args:
+        needed: bytes without which, as is known otherwise, none can be run.
+    """
     machine, fullest = most_frugal(graph)
-    least = machine.peak
+    least = max(machine.peak, needed)
     if least <= budget:
         return
     # Where the second memory is not used, it is as full as ever at the first one's fullest moment.
     position = max(range(len(fullest)), key=lambda at: fullest[at][0])
     sending = max(range(len(fullest)), key=lambda at: (fullest[at][1], at == position))
     held = _received(graph, position) | _sent(graph, sending)
-    if sum(held.values()) < least:  # it is what is sent then that makes it the fullest
+    if sum(held.values()) < machine.peak:  # it is what is sent then that makes it the fullest
         held |= {f"the scratch of {t.name}": t.scratch_bytes for t in graph.transfers if t.ready == sending + 1}
     largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]
     listed = ", ".join(f"{size:,} of {what}" for what, size in largest)

@@ -10,8 +10,11 @@ from vescale_compile.schedule.graph import Bytes, TaskGraph, issue_together, sec
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 
-Grouping = tuple[tuple[int, ...], ...]
-"""Transfers that share collectives, each in one group at most; those in no group go alone."""
+Group = tuple[int, ...]
+"""Transfers that share a collective, by their indices."""
+
+Grouping = Sequence[Group]
+"""Groups, of which a transfer is in one at most; those in none go alone."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ when the next compute task would not fit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +85,7 @@ class Frame:
 
 
 def list_schedule(
-    frame: Frame, limits: Bytes, policy: Policy, *, ahead: int, patient: bool, limit: float = math.inf
+    frame: Frame, limits: Bytes, policy: Policy, *, ahead: int, patient: bool, limit: float
 ) -> Machine | None:
     """Schedules the jobs of ``frame`` by ``policy``.
 

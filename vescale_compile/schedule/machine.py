@@ -159,6 +159,7 @@ class Machine:
         compute = self.graph.compute[position]
         self._hold(0, self.lifetimes.inputs_at[position])
         self._note(compute.live_bytes)
+        self._issue(0.0)  # the first one waits for what the host does before
         start = self.now
         self._spend(compute.duration, computing=True)
         self._issue(compute.issue)

@@ -21,7 +21,7 @@ from vescale_compile.schedule.jobs import Grouping, most_frugal, synchronous
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.listing import Frame, list_schedule
 from vescale_compile.schedule.machine import Machine
-from vescale_compile.schedule.merging import groupings
+from vescale_compile.schedule.merging import CUTS, mergeable
 from vescale_compile.schedule.policies import POLICIES, Policy, in_order
 from vescale_compile.schedule.program import Schedule
 from vescale_compile.schedule.retention import free_to_keep, keepable
@@ -166,9 +166,16 @@ class _Search:
             step //= 2
 
     def _merge(self) -> None:
+        """Has neighbours share collectives: of all classes of transfers or of one, and then of each class otherwise."""
         lifetimes = self.best.lifetimes
-        for grouping in groupings(self.graph, lifetimes.kept):
-            self._try_all(lifetimes, grouping)
+        lines = mergeable(self.graph, lifetimes.kept)
+        choices = [lines, *([line] for line in lines)] if len(lines) > 1 else [lines]
+        for cut, chosen in itertools.product(CUTS, choices if lines else ()):
+            self._try_all(lifetimes, [group for line in chosen for group in cut.of(self.graph, line)])
+        for line in lines if len(lines) > 1 else ():
+            others = [job.transfers for job in self.frame.jobs if job.transfers[0] not in line]
+            for cut in CUTS:
+                self._try_all(lifetimes, [*others, *cut.of(self.graph, line)])
 
     def _trade(self) -> None:
         """Gives each memory in turn what the other one leaves, while that helps."""
