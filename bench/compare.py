@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,18 @@ from typing import Any
 import torch
 import wire
 from harness import Plan, Result, measure
-from options import PICTURES, check_folder, check_picture, check_ranks, count, rate, seconds, some_of, write_record
+from options import (
+    PICTURES,
+    check_folder,
+    check_picture,
+    check_ranks,
+    count,
+    end_as_interrupted,
+    rate,
+    seconds,
+    some_of,
+    write_record,
+)
 from report import disagreement, tables
 from systems import SYSTEMS
 from workload import MODELS, Policy, Workload
@@ -40,8 +50,7 @@ TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2}
 def main() -> int:
     """Measures, prints the report and writes the files asked for."""
     args = _arguments()
-    # An end by `kill` unwinds like one by Ctrl-C: ranks are ended, and network namespaces removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_as_interrupted()
     if args.wire is not None and (missing := wire.what_is_missing()) is not None:
         print(f"Skipped, --wire {args.wire}: {missing}.")
         return 0

@@ -16,7 +16,8 @@ from workload import LEARNING_RATE, Policy
 import vescale_compile as vc
 from vescale_compile.backend import vescale
 from vescale_compile.cost import Cluster, Device, MeasuredCollective
-from vescale_compile.cost.calibrate import calibrate, calibrate_collectives
+from vescale_compile.cost.calibrate import calibrate
+from vescale_compile.cost.calibrate_collectives import calibrate_collectives
 from vescale_compile.cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from vescale_compile.cost.operators import measure_operators
 from vescale_compile.examples.llama import Llama, LlamaConfig

@@ -10,7 +10,6 @@ Linux, glibc and CPython only; threads and caches as in compare.py, whose column
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from dataclasses import asdict, astuple, dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from held import Held, held
-from options import check_folder, count, seconds, some_of, write_record
+from options import check_folder, count, end_as_interrupted, seconds, some_of, write_record
 from processes import Ranks, RanksFailed
 from profiling import StepProfile
 from report import MB, row
@@ -78,7 +77,7 @@ class MemoryTrainer(Trainer):
 def main() -> int:
     """Measures, and prints the table; 1 if a system failed."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_as_interrupted()
     workload = Workload(args.model, 1, args.seq, args.dtype, "cpu", 0)
     splits: dict[tuple[str, Policy], Split] = {}
     failures = []

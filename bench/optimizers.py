@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import torch
 import wire
 from harness import Plan, Result, Run, taken_in_turns
 from optimizer_trainer import CONTENDERS, OptimizerTrainer
-from options import check_folder, check_ranks, count, rate, seconds, some_of, write_record
+from options import check_folder, check_ranks, count, end_as_interrupted, rate, seconds, some_of, write_record
 from profiling import StepProfile
 from report import MB, SHORT
 from workload import Policy, Workload
@@ -104,8 +103,7 @@ class OptimizerRun(Run):
 def main() -> int:
     """Measures, prints the table and writes the file asked for."""
     args = _arguments()
-    # An end by `kill` unwinds like one by Ctrl-C: ranks are ended, and network namespaces removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_as_interrupted()
     if args.wire is not None and (missing := wire.what_is_missing()) is not None:
         print(f"Skipped, --wire {args.wire}: {missing}.")
         return 0

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
@@ -21,6 +22,11 @@ import wire
 PICTURES = (".png", ".svg", ".pdf")
 
 Name = TypeVar("Name", bound=str)
+
+
+def end_as_interrupted() -> None:
+    """An end by `kill` unwinds like one by Ctrl-C from here on: ranks are ended, and network namespaces removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def count(value: str) -> int:

@@ -22,7 +22,6 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 import wire
 from forecaster import Forecast, Forecaster
-from options import check_folder, seconds, some_of, write_record
+from options import check_folder, end_as_interrupted, seconds, some_of, write_record
 from processes import Ranks, RanksFailed
 from worker import Job, Step
 from workload import FOUR_LAYERS, Policy, Workload
@@ -108,7 +107,7 @@ class Cell:
 def main() -> int:
     """Measures those cells asked for that are missing, and prints the table of all asked for; 1 if a cell failed."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_as_interrupted()
     if (missing := wire.what_is_missing()) is not None:
         print(f"Skipped: {missing}.")
         return 0

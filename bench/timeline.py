@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -33,7 +32,17 @@ from typing import TYPE_CHECKING
 
 import wire
 from forecaster import Forecast
-from options import PICTURES, check_folder, check_picture, count, rate, seconds, some_of, write_record
+from options import (
+    PICTURES,
+    check_folder,
+    check_picture,
+    count,
+    end_as_interrupted,
+    rate,
+    seconds,
+    some_of,
+    write_record,
+)
 from predict import cluster_of, gigabits
 from processes import Ranks
 from systems import OURS, SYSTEMS
@@ -83,7 +92,7 @@ class Lane:
 def main() -> int:
     """Measures, and writes the picture."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds: no process or host remains
+    end_as_interrupted()
     if (missing := wire.what_is_missing()) is not None:
         print(f"Skipped: {missing}.")
         return 0

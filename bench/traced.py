@@ -15,7 +15,10 @@ from worker import Trainer
 from vescale_compile.runtime import arrivals, crossing
 
 _STEP = "one training step"
-_COMMUNICATION = ("c10d::", "_c10d_functional", "vescale::start_", "vescale::wait", "FSDP::")
+_COMMUNICATION = (
+    *("c10d::", "_c10d_functional", "FSDP::"),
+    *(f"vescale::{what}_" for what in ("start", "wait", "carry", "take", "leave")),
+)
 _COMPUTATION = ("aten::", "vescale::matmul_into")  # beside generated kernels
 
 

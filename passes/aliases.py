@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import getitem
 
 from torch import fx
-from torch._ops import OpOverload
 
-from ..schemas import UNDECLARED_VIEWS, aliasing_arguments, returns_an_argument, written_by
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the node only gives another shape to memory it does not read."""
-    return viewed(node) is not None and not written_by(node)
+from ..schemas import is_view, viewed
 
 
 def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -42,18 +35,6 @@ def touches_of(graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> dict[fx.Node, 
             for base in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
                 touched.setdefault(base, []).append(node)
     return touched
-
-
-def viewed(node: fx.Node) -> fx.Node | None:
-    """The argument that the node's result is a view of, or is."""
-    if node.target is getitem:
-        source = node.args[0]
-        return source if isinstance(source, fx.Node) else None
-    if node.target in UNDECLARED_VIEWS:
-        return node.all_input_nodes[0]
-    if isinstance(node.target, OpOverload) and returns_an_argument(node.target):
-        return next((arg for arg, _ in aliasing_arguments(node)), None)
-    return None
 
 
 def _allocation_of(node: fx.Node, found: dict[fx.Node, fx.Node]) -> fx.Node:

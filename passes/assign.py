@@ -18,7 +18,7 @@ from torch import fx
 
 from ..runtime.collectives import checked_for_nan
 from ..runtime.pool import ALIGNMENT, SlotSpec
-from ..torch_internals import fake_mode_of
+from ..torch_internals.tracing import fake_mode_of
 from .aliases import bases_of, touches_of
 from .context import CompileContext, Use, buffer_of, marked_buffer
 from .edit import call, order_of

@@ -11,14 +11,14 @@ from __future__ import annotations
 import operator
 import re
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, fx
 
 from ..runtime.marker import unshard_param
 from ..runtime.unshard import unshard
-from ..torch_internals import mark_graph_input
+from ..torch_internals.tracing import mark_graph_input
 from .context import CompileContext, GraphUnit, ParamInput, fail
 
 _Inputs = tuple[fx.Node | None, ...]  # of a unit, as GraphUnit.inputs has them
@@ -159,7 +159,7 @@ def _memory(node: fx.Node) -> int | None:
         return None
 
 
-def _refuse_write(context: CompileContext, node: fx.Node, name: str) -> None:
+def _refuse_write(context: CompileContext, node: fx.Node, name: str) -> NoReturn:
     fail(
         context,
         node,

@@ -36,15 +36,16 @@ from .summary import Direction, Entry, Kind
 
 _aten = torch.ops.aten
 _TO_SHARD = "to the shard's dtype"
-# Where each names its unit.
-_QUANTIZED = {
-    quantized_ops.start_all_gather_quantized: 2,
-    crossing.take_all_gather_quantized: 2,
-    quantized_ops.dequantize: 2,
-    quantized_ops.start_reduce_scatter_quantized: 4,
-    quantized_ops.wait_reduce_scatter_quantized: 3,
-    leaving.leave_reduce_scatter_quantized: 3,
-}
+_QUANTIZED = frozenset(
+    {
+        quantized_ops.start_all_gather_quantized,
+        crossing.take_all_gather_quantized,
+        quantized_ops.dequantize,
+        quantized_ops.start_reduce_scatter_quantized,
+        quantized_ops.wait_reduce_scatter_quantized,
+        leaving.leave_reduce_scatter_quantized,
+    }
+)
 
 
 def census(graph: fx.Graph, context: CompileContext) -> list[Entry]:
@@ -98,7 +99,8 @@ def _over_replicas(reduced: fx.Node, unit: GraphUnit) -> Iterator[Entry]:
 def _quantized(node: fx.Node, context: CompileContext) -> Iterator[Entry]:
     """Codes and scales on the wire; a quantization as what it writes of them, a dequantization as what it writes."""
     nbytes = [nbytes_of(arg) for arg in node.all_input_nodes]
-    unit = context.units[cast(int, node.args[_QUANTIZED[cast(OpOverload, node.target)]])]
+    mark = comm_of(node) or marked_buffer(node.all_input_nodes[1])  # a dequantization is no collective
+    unit = context.units[mark.unit]
     match node.target:
         case quantized_ops.start_all_gather_quantized | crossing.take_all_gather_quantized:
             own = nbytes[1] // unit.comm.world_size

@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, fx
 
@@ -120,7 +120,7 @@ class GraphUnit:
         views: the parameters that the graph reads.
         others: parameters of the unit that the graph does not read.
         comm: sizes, dtypes and process group of its collectives.
-        reshard_after_forward: gather again in the backward, unless a memory budget leaves room to keep it.
+        reshard_after_forward: gather again in the backward, unless memory allows to keep it.
         accumulates: whether gradients may accumulate.
         reductions: example of the handle of its reductions, if gradients accumulate or are quantized, else None.
         block: the name of what it is a part of; "" if it is none.
@@ -168,7 +168,7 @@ class Need:
     Attributes:
         slots: its static memory.
         peak: its fullest moment outside slots, bytes.
-        allowance: bytes that the step may take for this graph's sake where no budget is given.
+        allowance: bytes with which this graph can gather and reduce one unit ahead.
     """
 
     slots: tuple[SlotSpec, ...]
@@ -185,7 +185,8 @@ class CompileContext:
         lowering: what will run the graphs.
         cluster: what the cost model predicts for.
         wanted_cluster: how the user named it, on all ranks alike; what ranks find there may differ.
-        memory_budget: bytes that a step may take on a rank, without optimizer states; None for what overlap needs.
+        memory_budget: bytes that a step may take on a rank, without optimizer states. None: time is weighed against
+            memory, from what gathering and reducing one unit ahead takes.
         float32_products: whether matrix products of half precision can be had as the float32 that they are summed up
             in.
         beside: what the step takes beside this graph.
@@ -307,7 +308,7 @@ class GraphError(RuntimeError):
     """A graph that must not run: a pass found what it can't compile, or the verifier a broken invariant."""
 
 
-def fail(context: CompileContext, node: fx.Node | None, message: str) -> Any:
+def fail(context: CompileContext, node: fx.Node | None, message: str) -> NoReturn:
     """Raises GraphError with the rank and the node."""
     at = f", at {node.format_node()}" if node is not None else ""
     raise GraphError(f"[rank {context.rank}] {message}{at}")

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..schemas import has_results
-from ..torch_internals import fake_mode_of, size_hint
+from ..torch_internals.tracing import fake_mode_of, size_hint
 
 
 def call(graph: fx.Graph, target: OpOverload, *args: Any, mark: object = None, **kwargs: Any) -> fx.Node:

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..cost.collectives import REDUCE_SCATTER
 from ..runtime import leaving, ops, quantized_ops
-from .aliases import is_view
+from ..schemas import is_view
 from .context import Buffer, CompileContext, Part, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import allocate, call
 from .moves import CASTS

@@ -18,9 +18,9 @@ from operator import or_
 
 from torch import fx
 
-from ..schemas import is_pointwise
-from ..torch_internals import generates_code_for
-from .aliases import bases_of, is_view
+from ..schemas import is_pointwise, is_view
+from ..torch_internals.inductor_graphs import generates_code_for
+from .aliases import bases_of
 from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of
 from .edit import nbytes_of, numel_of, order_of
 from .summary import Peak

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from ..schemas import written_by
-from ..torch_internals import generates_code_for
-from .aliases import allocations_of, is_view
+from ..schemas import is_view, written_by
+from ..torch_internals.inductor_graphs import generates_code_for
+from .aliases import allocations_of
 from .context import Role, buffer_of, comm_of
 from .slot_memory import sharing_memory
 from .tenants import check_tenants

@@ -21,7 +21,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Phase:
     """A part of a step, which a host launches and a device computes. Seconds.
 
     Attributes:
@@ -72,9 +72,9 @@ class Prediction:
     least_issued: float = 0.0
 
     @property
-    def stage(self) -> Stage:
+    def phase(self) -> Phase:
         """The graph as a part of a step."""
-        return Stage(self.seconds, self.seconds - self.starved, self.issued)
+        return Phase(self.seconds, self.seconds - self.starved, self.issued)
 
 
 def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound, fed: Bound) -> Prediction:
@@ -102,11 +102,11 @@ def predict(tasks: TaskGraph, timeline: Timeline, bound: Bound, fed: Bound) -> P
     )
 
 
-def seconds_one_after_another(stages: Iterable[Stage]) -> float:
-    """Until host and device have come through all stages, both at rest before. The host is ahead where a device takes
+def seconds_one_after_another(phases: Iterable[Phase]) -> float:
+    """Until host and device have come through all phases, both at rest before. The host is ahead where a device takes
     longer: what it launches then is there before the device comes to it."""
     host = device = 0.0
-    for stage in stages:
-        device = max(device + stage.fed, host + stage.alone)
-        host += stage.issued
+    for phase in phases:
+        device = max(device + phase.fed, host + phase.alone)
+        host += phase.issued
     return max(host, device)

@@ -23,13 +23,14 @@ from torch import fx
 
 from ..rng_calls import give_values
 from ..schedule import find_schedule, least_peak
+from ..torch_internals.aot import Halves
 from .agreed import agreed_units
 from .aliases import bases_of
 from .context import CompileContext
 from .moves import uncast
 from .overlap import room_ahead
 from .reshard import GATHERS, casts_before
-from .step import Halves, Step, survey
+from .step import Step, survey
 
 _EQUAL = 1.001  # times that differ by less are the same to a cost model
 

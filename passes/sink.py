@@ -30,8 +30,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..runtime import ops
-from ..torch_internals import emulates_precision_casts, generates_code_for, out_variant
-from .aliases import is_view
+from ..schemas import is_view
+from ..torch_internals.inductor import emulates_precision_casts
+from ..torch_internals.inductor_graphs import generates_code_for, out_variant
 from .context import Buffer, CompileContext, Copied, Lowering, Use
 from .edit import allocate, call, order_of, value_of
 from .moves import CASTS, moves

@@ -16,7 +16,8 @@ from torch import fx
 from ..runtime.pool import SlotSpec, pooled_bytes
 from ..schedule import TaskGraph, Transfer, least_peak
 from ..schedule.retention import keepable
-from ..torch_internals import graph_module
+from ..torch_internals.aot import Halves
+from ..torch_internals.tracing import graph_module
 from .assign import Lifetime, lifetimes, slots_for
 from .context import CompileContext, Need, Part, Use, marked_buffer
 from .expand import expand
@@ -27,8 +28,6 @@ from .tasks import Collective, collectives_of, segments_of, task_graph
 
 _UNLIMITED = 1 << 62
 _NONE: frozenset[int] = frozenset()
-
-Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Step:
         return {part: tasks for part, tasks in found.items() if tasks is not None}
 
     def allowances(self, kept: frozenset[int] = _NONE) -> dict[Part, int]:
-        """By half, the bytes that the step may take for its sake where no budget is given."""
+        """By half, the bytes with which it can gather and reduce one unit ahead."""
         return {part: least_peak(tasks) + room_ahead(tasks) for part, tasks in self.tasks(kept).items()}
 
     def needs(self, kept: frozenset[int], carried: frozenset[int]) -> dict[Part, Need]:
@@ -216,7 +215,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(gm.graph, copies)
     output = graph.output(results)
-    output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
+    output.meta = dict(gm.graph.output_node().meta)
     copy = graph_module(gm, graph)
     copy.meta.update(gm.meta)
     return copy

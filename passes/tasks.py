@@ -18,8 +18,9 @@ from ..cost.compute import compute_seconds, issue_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schedule import Compute, TaskGraph, Transfer
-from ..torch_internals import generates_code_for
-from .aliases import bases_of, is_view, touches_of
+from ..schemas import is_view
+from ..torch_internals.inductor_graphs import generates_code_for
+from .aliases import bases_of, touches_of
 from .assign import lifetimes
 from .context import CompileContext, Lowering, Part, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import nbytes_of, order_of

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
-from ..schemas import written_by
-from .aliases import allocations_of, bases_of, is_view, viewed
+from ..schemas import is_view, viewed, written_by
+from .aliases import allocations_of, bases_of
 from .context import GraphError, Role, buffer_of, comm_of
 from .slot_memory import sharing_memory
 

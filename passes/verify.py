@@ -30,8 +30,8 @@ from torch import fx
 
 from ..cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from ..runtime import leaving, ops, quantized_ops
-from ..schemas import written_by
-from .aliases import base_of, is_view
+from ..schemas import is_view, written_by
+from .aliases import base_of
 from .context import (
     Buffer,
     Comm,

@@ -13,20 +13,19 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_internals import default_store, timeout_of
+from ..torch_internals.groups import default_store, timeout_of
 from .collectives import exchanges_directly
 from .dbuffer import DBuffer
+from .life import life, name_of, nobody_to_ask, ranks_of
 from .messages import connect
 
 DEADLINE_S = 300.0
@@ -56,53 +55,6 @@ _SAME_VALUES = (
     "Replicas must begin with equal parameters, or they stay different: seed all ranks alike where the model is "
     "built, or load one checkpoint on all."
 )
-
-
-@dataclass(eq=False)
-class Life:
-    """What ranks have in common since the default process group was initialized: they may be others the next time.
-
-    Attributes:
-        graphs: meshes, by name, and the collectives of graphs that they have agreed on.
-        gradients: by a unit's layout, the sets of parameters that agreed graphs compute gradients for.
-        answers: by question, what a rank has decided alone.
-    """
-
-    graphs: set[tuple[str, ...]] = field(default_factory=set)
-    gradients: dict[str, set[frozenset[int]]] = field(default_factory=dict)
-    answers: dict[str, str] = field(default_factory=dict)
-    _prefixes: dict[str, str] = field(default_factory=dict)
-    _exchanges: Counter[str] = field(default_factory=Counter)
-
-    def prefix(self, mesh: DeviceMesh) -> str:
-        """Of the keys under which the ranks of a mesh post."""
-        name = _name(mesh)
-        if name not in self._prefixes:
-            # A store may outlive the process group, and hold what was posted then: torchrun's does.
-            earlier = (default_store().add(f"vescale/{name}/members", 1) - 1) // mesh.size()
-            self._prefixes[name] = f"vescale/{name}/{earlier}"
-        return self._prefixes[name]
-
-    def next_exchange(self, mesh: DeviceMesh) -> str:
-        prefix = self.prefix(mesh)
-        self._exchanges[prefix] += 1
-        return f"{prefix}/{self._exchanges[prefix]}"
-
-
-_lives: WeakKeyDictionary[dist.ProcessGroup, Life] = WeakKeyDictionary()
-
-
-def life() -> Life:
-    """That of the default process group.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    if dist.group.WORLD is None:
-        raise RuntimeError(
-            "a sharded model is called without a process group: call torch.distributed.init_process_group"
-        )
-    return _lives.setdefault(dist.group.WORLD, Life())
 
 
 class RanksDisagree(RuntimeError):
@@ -146,11 +98,10 @@ def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline
     waits for nobody.
     """
     for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
-        key = (_name(mesh), *lines)
-        if key not in life().graphs:
+        key = (name_of(mesh), *lines)
+        if key not in life().graphs and not nobody_to_ask(mesh):
             agree(mesh, _GRAPH, lines, absent=_STILL_COMPILING, deadline_s=deadline_s)
-            if dist.get_backend() != "fake":  # where nobody was asked
-                life().graphs.add(key)
+            life().graphs.add(key)
 
 
 def tell_of_failure(buffers: Sequence[DBuffer], problem: str) -> None:
@@ -170,36 +121,6 @@ def agree_on_leaving_compiled_code(buffer: DBuffer) -> None:
         lines = [f"unit {buffer.name}"]
         agree(buffer.mesh, "outside compiled code", lines, absent=_STILL_COMPILED, deadline_s=buffer.deadline)
         buffer.left_compiled_code = True
-
-
-def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
-    """A function ``decide(question, answer)`` that returns, on every rank of ``mesh`` and whenever it is called, the
-    answer of the first rank that came to the question.
-
-    For what all ranks must do alike but may see otherwise: a schedule rests on predicted times, and so on the sizes of
-    this rank's batch. Nobody waits for anybody, so a rank may compile again alone. Questions must be equal on ranks
-    that need one answer, and be of one graph only: of no one model, because compiled code may serve several. With one
-    rank, or the ``fake`` backend, there is nobody to ask but this rank itself: a checkpointed layer that is compiled
-    again in the backward must save what it saved before.
-    """
-    if nobody_to_ask(mesh):
-        return life().answers.setdefault
-    store, prefix = default_store(), life().prefix(mesh)
-
-    def decide(question: str, answer: str) -> str:
-        return store.compare_set(decision_key(prefix, question), "", answer).decode()
-
-    return decide
-
-
-def decision_key(prefix: str, question: str) -> str:
-    """Under which the ranks of a mesh, whose keys have that prefix, post their decision."""
-    return f"{prefix}/decided/{hashlib.sha256(question.encode()).hexdigest()}"
-
-
-def nobody_to_ask(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has no ranks but this one that are there."""
-    return mesh.size() == 1 or dist.get_backend() == "fake"
 
 
 def agree(
@@ -242,7 +163,7 @@ class _Exchange:
         self, mesh: DeviceMesh, what: str, lines: list[str], remedy: str, absent: str, deadline_s: float
     ) -> None:
         self.store = default_store()
-        self.ranks = _ranks_of(mesh)
+        self.ranks = ranks_of(mesh)
         self.rank = dist.get_rank()
         self.lines = [what, *lines]
         self.remedy = remedy
@@ -321,7 +242,7 @@ class _Exchange:
     def _post(self, key: str, value: str) -> None:
         self.store.set(f"{self.prefix}/{key}", value)
 
-    def _read(self, key: str, grace_s: float = 0.0) -> str | None:
+    def _read(self, key: str, grace_s: float) -> str | None:
         """The value under ``key``, or None if nobody posts it before the deadline."""
         return self.store.get(f"{self.prefix}/{key}").decode() if self._comes([key], grace_s) else None
 
@@ -350,16 +271,6 @@ def _first_difference(lines: Sequence[str], others: Sequence[str]) -> tuple[str,
 
 def _has(lines: Sequence[str], line: str) -> bool:
     return any(each.partition(": ")[0] == line.partition(": ")[0] for each in lines)
-
-
-def _ranks_of(mesh: DeviceMesh) -> list[int]:
-    """All ranks of a mesh, of whom each of its process groups may have some only."""
-    return sorted(mesh.mesh.flatten().tolist())
-
-
-def _name(mesh: DeviceMesh) -> str:
-    """The same on all ranks of the mesh, as no name of its process groups is."""
-    return hashlib.sha256(repr(_ranks_of(mesh)).encode()).hexdigest()[:16]
 
 
 def _some(ranks: list[int]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..torch_internals import outside_tracing, profiled_to_the_end
+from ..torch_internals.autograd import outside_tracing, profiled_to_the_end
 
 
 @dataclass(eq=False)

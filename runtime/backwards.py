@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
-from ..torch_internals import after_backward
+from ..torch_internals.autograd import after_backward
 from .dbuffer import DBuffer
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..torch_internals import in_backward
+from ..torch_internals.autograd import in_backward
 from .arrivals import Arrival, arrival_of
 from .backwards import running_backward
 from .dbuffer import DBuffer, Peers

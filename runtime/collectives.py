@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import (
+from ..torch_internals.groups import (
     all_gather_coalesced,
     all_gather_single,
     all_reduce_coalesced,

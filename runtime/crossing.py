@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..torch_internals import profiled_to_the_end
-from .agreement import Life, life
+from ..torch_internals.autograd import profiled_to_the_end
 from .collectives import Pending, start_all_gather
 from .groups import group_named
+from .life import Life, life
 from .ops import define
 from .quantized_ops import start_quantized_gather
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..torch_internals import is_shape
+from ..torch_internals.tracing import is_shape
 from . import collectives
 from .groups import name_group
 from .model import Model

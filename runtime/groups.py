@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_internals import resolve_group
+from ..torch_internals.groups import resolve_group
 
 _named: dict[str, ReferenceType[dist.ProcessGroup]] = {}
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..torch_internals import is_fake, is_traced_to_operators, never_start_tracing_at, operators_traced_into
+from ..torch_internals.tracing import is_fake, is_traced_to_operators, never_start_tracing_at, operators_traced_into
 from . import eager
 from .boundary import binding_of, bound
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import group_beside
+from ..torch_internals.groups import group_beside
 
 # Tags, each with a number that comes of all that this rank has exchanged before (see `tell_apart`). They must not meet
 # others of the same process group, nor each other: ranks that came to different collectives wait until the process

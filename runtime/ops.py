@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import generate_sums_into
+from ..torch_internals.inductor_graphs import generate_sums_into
 from .collectives import Nothing, Pending, padding_is_read, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter

@@ -104,7 +104,7 @@ class _Memory:
     def _allocate(self, nbytes: int) -> Tensor:
         """Zeroed: padding is sent too, and NCCL's check for NaN (``TORCH_NCCL_NAN_CHECK``) must find none there."""
         if self.group is not None:
-            return allocate_registered(nbytes, torch.uint8, self.device, self.group).zero_()
+            return allocate_registered(nbytes, self.device, self.group).zero_()
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
 

@@ -26,8 +26,9 @@ from .groups import group_named
 from .messages import tell_apart
 from .ops import define, in_flight_on, launched, replicas_of
 from .packing import StochasticQuantizer, packing_named
-from .quantizing import Kernels, average_into, dequantize_into, quantize_into
+from .quantizing import average_into, dequantize_into, quantize_into
 from .reductions import add_held, held_back, reductions_of, with_held
+from .strips import Kernels
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import ReceivesGradients, backward_node, left_out, will_run
+from ..torch_internals.autograd import ReceivesGradients, backward_node, left_out, will_run
 from .rounding import Rounding
 
 _numbers = itertools.count()

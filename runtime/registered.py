@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import backend_of
+from ..torch_internals.groups import backend_of
 from .dbuffer import DBuffer
 
 _connected: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -42,8 +42,8 @@ def registering_group(buffers: Sequence[DBuffer]) -> dist.ProcessGroup:
     return group
 
 
-def allocate_registered(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    """Uninitialized memory of ``group``'s pool, [numel]; freed into the pool like any tensor.
+def allocate_registered(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """Uninitialized memory of ``group``'s pool, uint8 [nbytes]; freed into the pool like any tensor.
 
     A collective, the first time for each group.
     """
@@ -51,4 +51,4 @@ def allocate_registered(numel: int, dtype: torch.dtype, device: torch.device, gr
         # NCCL registers memory with a communicator, which the first collective of a process group makes.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _connected.add(group)
-    return backend_of(group, device).allocate_tensor(numel, dtype=dtype, device=device)
+    return backend_of(group, device).allocate_tensor(nbytes, dtype=torch.uint8, device=device)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .agreement import life
 from .dbuffer import DBuffer
+from .life import life
 from .messages import CAME_TO_SOMETHING_ELSE
 
 

@@ -29,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[int, list[tuple
         return []
 
     monkeypatch.setattr(compare, "measure", measure)
-    monkeypatch.setattr(compare.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(compare, "end_as_interrupted", lambda: None)
     monkeypatch.setattr(sys, "argv", ["compare.py", *options])
     return compare.main(), contenders, plans
 

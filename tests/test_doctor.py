@@ -14,7 +14,7 @@ from ranks import run_forked
 from vescale_compile import checks, doctor_command
 from vescale_compile.__main__ import main
 from vescale_compile.checks import Finding, Verdict
-from vescale_compile.cost import Calibration, Device, MeasuredCollective, calibrate
+from vescale_compile.cost import Calibration, Device, MeasuredCollective, calibrate_collectives
 
 DEVICE = Device("this machine", {"float32": 1e11}, 1e10, None, 1.0, 1.0, 1e-6)
 
@@ -155,7 +155,7 @@ def test_options_that_make_no_sense_are_refused(capsys, arguments, problem):
 
 
 def measuring_few_times(arguments: tuple[str, ...]) -> int:
-    with mock.patch.multiple(calibrate, _SECONDS=0.05, _BATCHES=1):
+    with mock.patch.multiple(calibrate_collectives, _SECONDS=0.05, _BATCHES=1):
         return main(arguments)
 
 

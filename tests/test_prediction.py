@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vescale_compile.passes.prediction import Prediction, Stage, predict, seconds_one_after_another
+from vescale_compile.passes.prediction import Phase, Prediction, predict, seconds_one_after_another
 from vescale_compile.schedule import Compute, Launch, Run, Schedule, TaskGraph, Transfer, Wait, lower_bound, simulate
 
 GATHER = Transfer("gather", 0.0, 3.0, readers=(0,), issue=0.5, call=1.5)
@@ -39,14 +39,14 @@ def test_a_graph_takes_no_less_than_its_bounds(before: float, after: float) -> N
 
 
 def test_a_host_that_has_launched_all_goes_on_while_the_device_computes() -> None:
-    forward = Stage(alone=10.0, fed=9.0, issued=2.0)
-    backward = Stage(alone=7.0, fed=5.0, issued=4.0)
+    forward = Phase(alone=10.0, fed=9.0, issued=2.0)
+    backward = Phase(alone=7.0, fed=5.0, issued=4.0)
     assert seconds_one_after_another([forward]) == 10.0
     assert seconds_one_after_another([forward, backward]) == 10.0 + 5.0  # not 7: the host had begun when 2 were over
 
 
 def test_a_device_that_is_ahead_waits_for_its_host() -> None:
-    forward = Stage(alone=10.0, fed=1.0, issued=10.0)
-    backward = Stage(alone=7.0, fed=5.0, issued=4.0)
+    forward = Phase(alone=10.0, fed=1.0, issued=10.0)
+    backward = Phase(alone=7.0, fed=5.0, issued=4.0)
     assert seconds_one_after_another([forward, backward]) == 10.0 + 7.0
     assert seconds_one_after_another([forward, replace(backward, issued=20.0)]) == 10.0 + 20.0

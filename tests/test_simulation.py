@@ -23,7 +23,7 @@ from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.quantities import least_text
 from vescale_compile.runtime import pool
 from vescale_compile.simulation import Simulation
-from vescale_compile.torch_internals import is_fake
+from vescale_compile.torch_internals.tracing import is_fake
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 

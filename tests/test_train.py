@@ -219,10 +219,21 @@ def test_options_that_could_do_nothing_are_refused(
 def test_under_torchrun_the_number_of_ranks_is_not_an_option(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
     assert train_command.run(parse("--device", "cpu", "--ranks", "4")) == 2
     assert "rank 3: --ranks: torchrun decides" in capsys.readouterr().err
+
+
+def test_a_launcher_that_does_not_number_a_machines_ranks_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert train_command.run(parse("--device", "cpu")) == 2
+    assert "rank 3: the environment has RANK and WORLD_SIZE, but not LOCAL_RANK" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--steps", "--batch", "--seq", "--ranks", "--accumulate", "--log-every"])

@@ -24,34 +24,32 @@ from .capture import Capture, buffers_read, capture
 from .compiled import CompiledGraph, check_agreement, others_hear_of_failures
 from .dump import GraphDump
 from .frames import roomy
-from .inductor_order import order_kept
-from .inductor_reads import CheckedReads, reads_known_by_their_writes
 from .options import Options, read_options
 from .passes import bases_of, ordered_nodes, retain, run_stage, sharing_memory, summarize
 from .passes.context import CompileContext, GraphError, Lowering, Part, Stage
 from .report import GraphReport
 from .runtime.agreement import agree_on_buffers
+from .runtime.decisions import Trial
 from .runtime.pool import SlotSpec, StepSlots, with_fresh_slots
 from .runtime.registered import registering_group
-from .runtime.trial import Trial
 from .sharded_class import anything_sharded
 from .shared_lowering import lowered_once
-from .torch_internals import (
-    Cut,
-    Halves,
-    WrappedPartitioner,
-    aot_compile,
+from .torch_internals.aot import Cut, Halves, WrappedPartitioner, aot_compile, run_boxed
+from .torch_internals.inductor import (
     examined_cpu,
-    forget_mutation_regions,
     inductor_compile,
     inductor_compile_inner,
     kernels_compiled_beside,
     passes_left_out,
+)
+from .torch_internals.inductor_graphs import (
+    forget_mutation_regions,
     remove_what_does_nothing,
     remove_whole_views,
-    run_boxed,
     store_as_computed,
 )
+from .torch_internals.inductor_order import order_kept
+from .torch_internals.inductor_reads import CheckedReads, reads_known_by_their_writes
 from .unaveraged import warn_of_unaveraged
 from .undivided import warn_of_one_unit
 from .warm_start import WarmStart, cacheable_functions, identify, mark_version

@@ -15,22 +15,14 @@ from .hardware import cluster_for
 from .options import Options
 from .passes.context import CompileContext, GraphUnit, Lowering, ParamInput
 from .ragged.dtensor import RaggedDTensor
-from .runtime.agreement import first_decides
 from .runtime.boundary import Binding, bound
 from .runtime.dbuffer import DBuffer
+from .runtime.decisions import Trial, first_decides
 from .runtime.model import Model, beside
 from .runtime.ops import gives_float32_products
-from .runtime.trial import Trial
 from .runtime.unshard import ParamView
-from .torch_internals import (
-    copy_capture_marks,
-    ends_in_graph_break,
-    graph_module,
-    in_backward,
-    is_shape,
-    saves_elsewhere,
-    tracing_fake_mode,
-)
+from .torch_internals.autograd import in_backward, saves_elsewhere
+from .torch_internals.tracing import copy_capture_marks, ends_in_graph_break, graph_module, is_shape, tracing_fake_mode
 
 
 @dataclass(frozen=True)
@@ -71,12 +63,19 @@ class Capture:
 
 def buffers_read(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[DBuffer, ...]:
     """Those of the sharded parameters among a graph's arguments, in the order in which the graph reads them."""
-    bindings = _bindings(example_inputs)
-    return tuple(dict.fromkeys(bindings[position].buffer for position in _by_first_use(gm, bindings)))
+    return tuple(_by_buffer(gm, _bindings(example_inputs)))
 
 
 def _bindings(example_inputs: Sequence[Any]) -> dict[int, Binding]:
     return {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
+
+
+def _by_buffer(gm: fx.GraphModule, bindings: dict[int, Binding]) -> dict[DBuffer, list[int]]:
+    """Positions of the arguments that are parameters of each, in the order in which the graph reads them."""
+    found: dict[DBuffer, list[int]] = {}
+    for position in _by_first_use(gm, bindings):
+        found.setdefault(bindings[position].buffer, []).append(position)
+    return found
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, trial: Trial | None = None) -> Capture:
@@ -88,9 +87,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
         ValueError: the cluster of ``options`` can't be read on this rank, or is of another number of ranks.
     """
     bindings = _bindings(example_inputs)
-    positions: dict[DBuffer, list[int]] = {}
-    for position in _by_first_use(gm, bindings):
-        positions.setdefault(bindings[position].buffer, []).append(position)
+    positions = _by_buffer(gm, bindings)
     units = tuple(
         CapturedUnit(
             _graph_unit(ordinal, name, buffer, [example_inputs[i] for i in members]),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .cost import Calibration, Cluster
 from .cost.devices import TO_CALIBRATE
 from .hardware import cluster_for
-from .torch_internals import inductor_cache_folder
+from .torch_internals.inductor import inductor_cache_folder
 
 TRIED_PYTHONS = ((3, 11), (3, 12))
 TRIED_TORCHES = ((2, 11), (2, 12), (2, 13))

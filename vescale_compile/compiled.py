@@ -13,13 +13,14 @@ from torch._dynamo.exc import RestartAnalysis
 from .capture import Capture, CapturedUnit, given_bytes
 from .passes.context import GraphError, Part
 from .quantities import size_text
-from .runtime.agreement import agree_on_buffers, agree_on_graph, life, tell_of_failure
+from .runtime.agreement import agree_on_buffers, agree_on_graph, tell_of_failure
 from .runtime.boundary import binding_of, flat_input
 from .runtime.dbuffer import DBuffer
+from .runtime.life import life
 from .runtime.messages import tell_apart
 from .runtime.model import Forward, kept_beside
 from .runtime.used import add_graph
-from .torch_internals import saves_elsewhere
+from .torch_internals.autograd import saves_elsewhere
 
 _log = logging.getLogger(__name__)
 

@@ -62,7 +62,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--calibrate {args.calibrate}: its folder does not exist")
     if args.ranks is not None and args.ranks < 1:
         raise ValueError(f"--ranks is {args.ranks}; it must be at least 1")
-    if args.ranks is not None and under_torchrun():
+    if under_torchrun() and args.ranks is not None:
         raise ValueError("--ranks: torchrun decides the number of ranks (--nproc-per-node); leave it out")
 
 

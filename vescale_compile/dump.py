@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import fx
 
 from .passes.context import comm_of
-from .torch_internals import show_graph, shows_graphs
+from .torch_internals.tracing import show_graph, shows_graphs
 
 VARIABLE = "VESCALE_DUMP"
 _compilations = itertools.count()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .backend import own_errors, vescale
 from .report import GraphReport, Report
 from .runtime.crossing import forget_carried
-from .runtime.trial import Trial
+from .runtime.decisions import Trial
 from .sharded_module import uncompiled
 
 

@@ -15,8 +15,19 @@ CPU_RANKS = 2  # if nobody says how many
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of the ranks already."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process is one of the ranks already.
+
+    Raises:
+        ValueError: another launcher has said which rank this is, but not which of this machine's.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return False
+    if missing := sorted({"LOCAL_RANK", "LOCAL_WORLD_SIZE"} - os.environ.keys()):
+        raise ValueError(
+            f"the environment has RANK and WORLD_SIZE, but not {' and '.join(missing)}: "
+            "start the ranks by torchrun, or set what it sets; to start them from here, unset RANK and WORLD_SIZE"
+        )
+    return True
 
 
 def start_local_ranks(run: Callable[..., None], args: tuple[Any, ...], ranks: int, needs: Sequence[str] = ()) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from .runtime.boundary import binding_of
-from .torch_internals import default_store
+from .torch_internals.groups import default_store
 
 _sharding_ranks: ContextVar[int] = ContextVar("ranks that fully_shard is sharding over")
 _simulated: ContextVar[str] = ContextVar("type of the devices that a simulation's mesh stands for")

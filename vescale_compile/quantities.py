@@ -1,9 +1,10 @@
-"""Numbers, bytes and seconds as people write and read them."""
+"""Numbers, bytes and seconds as people write and read them, and tables of them."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", re.IGNORECASE | re.ASCII)
@@ -13,7 +14,7 @@ def size_text(nbytes: int) -> str:
     """Bytes, in powers of 1000."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
+        if round(value, 1) < 1000 or unit == "GB":
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -36,9 +37,15 @@ def bytes_in(text: str) -> int:
 
 def time_text(seconds: float) -> str:
     """Seconds, down to microseconds."""
-    if seconds >= 1:
+    if round(seconds, 5) >= 1:
         return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
+    return f"{1e3 * seconds:.2f} ms" if round(seconds, 6) >= 1e-3 else f"{1e6 * seconds:.0f} us"
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row: names to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([name.ljust(widths[0]), *map(str.rjust, figures, widths[1:])]) for name, *figures in rows]
 
 
 def positive(text: str) -> int:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .planner import Elements, Granularity, Rows
 from .runtime.packing import Tiles
@@ -157,7 +157,15 @@ class BlockInt8(BlockQuantizer):
         return 1, self.block
 
     def tiles(self, shape: Sequence[int]) -> Tiles | None:
-        return _consecutive(shape, self.block, "vc.BlockInt8(block=...)")
+        if len(shape) < 2:
+            return None
+        numel = math.prod(shape)
+        if numel < self.block:
+            raise ValueError(
+                f"blocks of {self.block} are larger than it, {numel} elements. Take smaller ones, "
+                f"vc.BlockInt8(block=...), {_LEFT_OUT}"
+            )
+        return Tiles(1, 1, numel, 1, self.block)
 
     def scale_of(self, largest: Tensor) -> Tensor:
         return (largest / _INT8_MAX).clamp(min=_LEAST_SCALE).view(torch.int32)
@@ -263,65 +271,6 @@ class MXFP8(BlockQuantizer):
         return _from_e4m3(codes) * torch.where(scales == 0xFF, torch.nan, power)
 
 
-QuantizerFn = Callable[[str, nn.Parameter], BlockQuantizer | None]
-GradientQuantizerFn = Callable[[str, nn.Parameter], BlockInt8 | None]
-
-
-class Quantizers(NamedTuple):
-    """How a parameter and its gradient travel; None for as they are."""
-
-    parameter: BlockQuantizer | None
-    gradient: BlockInt8 | None
-
-
-def check_quantizers(quantize: object, quantize_gradients: object) -> None:
-    """Raises TypeError or ValueError if ``fully_shard`` can't take these arguments of the same names. What functions
-    give is checked where they are called."""
-    _check(*(None if _is_function(each) else each for each in (quantize, quantize_gradients)), where="fully_shard")
-
-
-def quantizers_of(
-    quantize: BlockQuantizer | QuantizerFn | None,
-    quantize_gradients: BlockInt8 | GradientQuantizerFn | None,
-    name: str,
-    parameter: nn.Parameter,
-    where: str,
-) -> Quantizers:
-    """What ``fully_shard``'s arguments of the same names say of a parameter.
-
-    Raises:
-        TypeError, ValueError: a function gave something else; ``where`` begins the message.
-    """
-    chosen = Quantizers(
-        quantize(name, parameter) if callable(quantize) else quantize,
-        quantize_gradients(name, parameter) if callable(quantize_gradients) else quantize_gradients,
-    )
-    _check(*chosen, where=f"{where}fully_shard: parameter {name!r}")
-    return chosen
-
-
-def _is_function(given: object) -> bool:
-    return callable(given) and not isinstance(given, type)  # a quantizer's class would be built with a name
-
-
-def _check(quantize: object, quantize_gradients: object, *, where: str) -> None:
-    if quantize is not None and not isinstance(quantize, BlockQuantizer):
-        raise TypeError(
-            f"{where}: quantize is {quantize!r}; give vc.BlockFP8(tile=(128, 128)), vc.BlockInt8(block=256), "
-            "vc.MXFP8() or None, for all parameters or by a function of a parameter's name and the parameter"
-        )
-    if isinstance(quantize, BlockInt8) and quantize.seed is not None:
-        raise ValueError(
-            f"{where}: quantize={quantize!r} has a seed, but parameters are rounded to the nearest. Leave it out "
-            "here; in quantize_gradients it is that of stochastic rounding"
-        )
-    if quantize_gradients is not None and not isinstance(quantize_gradients, BlockInt8):
-        raise TypeError(
-            f"{where}: quantize_gradients is {quantize_gradients!r}; give vc.BlockInt8(block=256) or None, for all "
-            "parameters or by a function of a parameter's name and the parameter"
-        )
-
-
 def _to_e4m3(values: Tensor) -> Tensor:
     """float32 to the nearest E4M3, ties to even, saturating at 448; the code in int32. By integer arithmetic, because
     not every device has the type."""
@@ -340,17 +289,6 @@ def _from_e4m3(codes: Tensor) -> Tensor:
     magnitude = torch.where(exponent == 0, mantissa.float() * 2.0**-9, normal)
     magnitude = torch.where(codes & 0x7F == 0x7F, torch.nan, magnitude)
     return torch.where(codes >= 0x80, -magnitude, magnitude)
-
-
-def _consecutive(shape: Sequence[int], block: int, remedy: str) -> Tiles | None:
-    if len(shape) < 2:
-        return None
-    numel = math.prod(shape)
-    if numel < block:
-        raise ValueError(
-            f"blocks of {block} are larger than it, {numel} elements. Take smaller ones, {remedy}, {_LEFT_OUT}"
-        )
-    return Tiles(1, 1, numel, 1, block)
 
 
 def _in_blocks(tensor: Tensor, tiles: Tiles) -> Tensor:

@@ -11,6 +11,7 @@ from .cost import Cluster
 from .passes.context import CompileContext, Part
 from .passes.prediction import Prediction, seconds_one_after_another
 from .passes.summary import Kind, Summary
+from .quantities import in_columns
 from .quantities import size_text as _size
 from .quantities import time_text as _time
 from .runtime.model import Beside
@@ -95,7 +96,7 @@ class GraphReport:
     @property
     def predicted_seconds(self) -> float:
         """Of forward and backward together, on ``cluster``; the optimizer's step is in no graph."""
-        return seconds_one_after_another(part.prediction.stage for part in self.parts.values())
+        return seconds_one_after_another(part.prediction.phase for part in self.parts.values())
 
     @property
     def exposed_seconds(self) -> float:
@@ -118,35 +119,25 @@ class Report:
                 "no graph that reads sharded parameters was compiled: call fully_shard on the model first; or Dynamo "
                 "has reached its recompile limit for it (torch._dynamo.reset() forgets what it has compiled)"
             )
-        parts = [f"graph {i} of {len(self.graphs)}\n{graph}" for i, graph in enumerate(self.graphs)]
+        parts = [f"graph {i} of {len(self.graphs)}\n{graph}" for i, graph in enumerate(self.graphs, 1)]
         return "\n\n".join(parts)
 
 
 def _after_forward(context: CompileContext, unit: int) -> str:
-    if not context.reshards(unit):
-        if unit not in context.kept:
-            return "kept"
-        return (
-            f"kept: {'memory_budget allows it' if context.memory_budget is not None else 'the backward reads it first'}"
-        )
-    return "resharded"
+    if context.reshards(unit):
+        return "resharded"
+    if unit not in context.kept:
+        return "kept"
+    why = "the backward reads it first" if context.memory_budget is None else "memory_budget allows it"
+    return f"kept: {why}"
 
 
 def _lines(graph: GraphReport) -> Iterator[str]:
     yield f"rank {graph.rank}, {graph.lowering} lowering, {len(graph.units)} units"
-    yield from _table(
-        ("unit", "parameters", "shard", "gathered", "after forward"),
-        [
-            (
-                unit.name,
-                str(unit.parameters),
-                _size(unit.shard_bytes),
-                _size(unit.gathered_bytes),
-                unit.after_forward,
-            )
-            for unit in graph.units
-        ],
-    )
+    headings = ("unit", "parameters", "shard", "gathered", "after forward")
+    sizes = [(unit, _size(unit.shard_bytes), _size(unit.gathered_bytes)) for unit in graph.units]
+    rows = [(unit.name, str(unit.parameters), *nbytes, unit.after_forward) for unit, *nbytes in sizes]
+    yield from in_columns([headings, *rows])
     for part, summary in graph.parts.items():
         yield ""
         yield from _part_lines(part, summary)
@@ -210,13 +201,3 @@ def _part_lines(part: Part, summary: Summary) -> Iterator[str]:
 
 def _starved(predicted: Prediction) -> str:
     return f", {_time(predicted.starved)} until the host has launched what is next" if predicted.starved else ""
-
-
-def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    for row in [heading, *rows]:
-        cells = (
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells)

@@ -11,7 +11,8 @@ from typing import Any, cast
 from torch import fx
 from torch._ops import OpOverload
 
-from .torch_internals import RESTORES_RNG_STATE, RESTORES_RNG_STATE_IN_PLACE, SAVES_RNG_STATE, fake_mode_of
+from .torch_internals.aot import RESTORES_RNG_STATE, RESTORES_RNG_STATE_IN_PLACE, SAVES_RNG_STATE
+from .torch_internals.tracing import fake_mode_of
 
 
 def give_values(graph: fx.Graph) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from operator import getitem
 
 import torch
 from torch import fx
@@ -27,13 +28,30 @@ def aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
 
 
 # At run time they are views of their first argument; their schemas don't say so.
-UNDECLARED_VIEWS = frozenset(
+_UNDECLARED_VIEWS = frozenset(
     {
         torch.ops.aten._unsafe_view.default,
         torch.ops.aten.unsafe_split.Tensor,
         torch.ops.aten.unsafe_split_with_sizes.default,
     }
 )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only gives another shape to memory it does not read."""
+    return viewed(node) is not None and not written_by(node)
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The argument that the node's result is a view of, or is."""
+    if node.target is getitem:
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) else None
+    if node.target in _UNDECLARED_VIEWS:
+        return node.all_input_nodes[0]
+    if isinstance(node.target, OpOverload) and returns_an_argument(node.target):
+        return next((arg for arg, _ in aliasing_arguments(node)), None)
+    return None
 
 
 def is_pointwise(target: object) -> bool:

@@ -15,7 +15,8 @@ from torch import nn
 from .ragged.dtensor import RaggedDTensor
 from .runtime.marker import unshard_param
 from .sharded_module import Access, ShardedModule, Unit, in_forward
-from .torch_internals import in_backward, never_start_tracing_at
+from .torch_internals.autograd import in_backward
+from .torch_internals.tracing import never_start_tracing_at
 
 
 def make_sharded(module: nn.Module, access: dict[str, Access], unit: Unit | None) -> None:

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -16,22 +15,26 @@ from . import stale_optimizers
 from .mesh import DataParallelMesh, data_parallel_mesh, sharding_over
 from .padding import warn_of_padding
 from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
-from .quantize import BlockInt8, BlockQuantizer, GradientQuantizerFn, QuantizerFn, check_quantizers, quantizers_of
+from .quantize import BlockInt8, BlockQuantizer
 from .ragged.dtensor import RaggedDTensor
-from .ragged.placement import RaggedShard
 from .runtime.boundary import Binding
-from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync, ParamSlot
+from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync
 from .runtime.model import Model
 from .sharded_class import make_sharded
 from .sharded_module import Access, Unit, buffers_in, unit_of
 from .sharding_checks import (
+    GradientQuantizerFn,
     GranularityFn,
+    QuantizerFn,
     check_arguments,
     check_one_device,
     check_params,
+    check_quantizers,
     granularities_in,
     ignored_in,
+    quantizers_of,
 )
+from .storage import allocate
 from .unaveraged import leave_alone, refuse_replaced
 from .units import UnitMembers, find_units, group_by_buffer, owners
 
@@ -54,15 +57,16 @@ def fully_shard(
 ) -> nn.Module:
     """Shards a module's parameters over the ranks of a mesh, as ``torch.distributed.fsdp.fully_shard`` does.
 
-    Called on inner modules and then on the root, each call makes one unit of the parameters that are not
-    sharded yet. Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s
-    becomes a unit, and the remaining parameters another. A unit is what one all-gather brings together, but for two
-    cases. One that has units inside has a buffer, and a gather, for what stands before each of them and after (an
-    embedding and a head), if that is a mebibyte or more, on GPUs 16. And an element of a list has one for each of its
-    parts (attention and the matrices of a feed-forward, say): the smallest modules and parameters inside it, but none
-    inside a list of experts, that have 15 % of its bytes or more, as many mebibytes, and 256 KiB for each rank, if that
-    takes hardly more padding. So the second is gathered while the first is computed; call ``fully_shard`` on the
-    elements to gather each at once.
+    Called on inner modules and then on the root, each call makes one unit of the parameters that are not sharded yet.
+    Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s becomes a unit, and the
+    remaining parameters another. A unit is what one all-gather brings together, but for these cases. One that has units
+    inside has a buffer, and a gather, for what stands before each of them and after (an embedding and a head), if that
+    is a mebibyte or more, on GPUs 16. What differs in dtype, trainability or quantizers has a buffer of its own, and so
+    have blocks that together would pad much. And an element of a list has one for each of its parts (attention and the
+    matrices of a feed-forward, say): the smallest modules and parameters inside it, but none inside a list of experts,
+    that have 15 % of its bytes or more, as many mebibytes, and 256 KiB for each rank, if that takes hardly more
+    padding. So the second is gathered while the first is computed; call ``fully_shard`` on the elements to gather each
+    at once.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype, trainability and choice of
@@ -212,7 +216,7 @@ def _shard_unit(
     for ordinal, (plan, group, comm) in enumerate(layouts):
         name = members.name if len(layouts) == 1 else f"{members.name}#{ordinal}"
         params = {tensor.name: group[tensor.name] for tensor in plan.tensors}
-        buffer = _allocate(name, plan, params, mesh, comm, sync)
+        buffer = allocate(name, plan, params, mesh, comm, sync)
         buffer.is_part = members.is_cut
         buffers.append(buffer)
         for index, (original, sharded) in enumerate(zip(params.values(), buffer.params, strict=True)):
@@ -291,41 +295,3 @@ def _granularity(
         raise TypeError(f"{where}fully_shard: parameter {name!r}: {error}") from error
     except ValueError as error:  # that of a quantizer or an optimizer names the parameter
         raise ValueError(f"{where}fully_shard: {error}") from error
-
-
-@torch.no_grad()
-def _allocate(
-    name: str,
-    plan: BufferPlan,
-    params: dict[str, nn.Parameter],
-    mesh: DataParallelMesh,
-    policy: CommPolicy,
-    sync: GradientSync,
-) -> DBuffer:
-    """Allocates this rank's shard, copies its part of each parameter into it, and makes the sharded parameters."""
-    rank = mesh.shard.get_local_rank()
-    like = next(iter(params.values()))
-    slots = []
-    for key, param in params.items():
-        start, stop = plan.interval(key, rank)
-        local_start = max(plan.offsets[key] - rank * plan.shard_numel, 0) if stop > start else 0
-        slots.append(ParamSlot(key, tuple(param.shape), plan.offsets[key], local_start, stop - start))
-    buffer = DBuffer(name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.whole, policy, sync)
-    for index, (key, param) in enumerate(params.items()):
-        local = buffer.local(buffer.shard, index)
-        start, stop = plan.interval(key, rank)
-        if not param.is_meta:
-            local.copy_(param.detach().reshape(-1)[start:stop])
-        sharded = RaggedDTensor.from_local(local, mesh.shard, [RaggedShard(*plan.ragged_shard(key))], shape=param.shape)
-        buffer.params.append(_as_parameter(sharded, param, Binding(buffer, index)))
-    return buffer
-
-
-def _as_parameter(sharded: Tensor, original: nn.Parameter, binding: Binding) -> nn.Parameter:
-    param = nn.Parameter(sharded, requires_grad=original.requires_grad)
-    for key, value in vars(original).items():  # marks that libraries put on parameters
-        setattr(param, key, value)
-    # nn.Parameter took an alias below autograd, whose writes would not count as writes to the shard.
-    cast(RaggedDTensor, param)._local_tensor = binding.buffer.local(binding.buffer.shard, binding.slot)
-    param._vescale_binding = binding  # type: ignore[attr-defined]
-    return param

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .mesh import DataParallelMesh, whole_mesh
 from .planner import Granularity
+from .quantize import BlockInt8, BlockQuantizer
 from .ragged.dtensor import RaggedDTensor
 from .sharded_module import unit_of
 
 GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
+QuantizerFn = Callable[[str, nn.Parameter], BlockQuantizer | None]
+GradientQuantizerFn = Callable[[str, nn.Parameter], BlockInt8 | None]
+
+
+class Quantizers(NamedTuple):
+    """How a parameter and its gradient travel; None for as they are."""
+
+    parameter: BlockQuantizer | None
+    gradient: BlockInt8 | None
 
 
 def check_arguments(module: object, reshard_after_forward: object, mp_policy: object) -> None:
@@ -137,3 +147,52 @@ def _check_dense(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
                 f"dense buffer: make it without sparse=True, set {f'{name}.' if name else ''}sparse = False, or pass "
                 "its weight in ignored_params"
             )
+
+
+def check_quantizers(quantize: object, quantize_gradients: object) -> None:
+    """Raises TypeError or ValueError if ``fully_shard`` can't take these arguments of the same names. What functions
+    give is checked where they are called."""
+    for_all = (None if _is_function(each) else each for each in (quantize, quantize_gradients))
+    _check_quantizers(*for_all, where="fully_shard")
+
+
+def quantizers_of(
+    quantize: BlockQuantizer | QuantizerFn | None,
+    quantize_gradients: BlockInt8 | GradientQuantizerFn | None,
+    name: str,
+    parameter: nn.Parameter,
+    where: str,
+) -> Quantizers:
+    """What ``fully_shard``'s arguments of the same names say of a parameter.
+
+    Raises:
+        TypeError, ValueError: a function gave something else; ``where`` begins the message.
+    """
+    chosen = Quantizers(
+        quantize(name, parameter) if callable(quantize) else quantize,
+        quantize_gradients(name, parameter) if callable(quantize_gradients) else quantize_gradients,
+    )
+    _check_quantizers(*chosen, where=f"{where}fully_shard: parameter {name!r}")
+    return chosen
+
+
+def _is_function(given: object) -> bool:
+    return callable(given) and not isinstance(given, type)  # a quantizer's class would be built with a name
+
+
+def _check_quantizers(quantize: object, quantize_gradients: object, *, where: str) -> None:
+    if quantize is not None and not isinstance(quantize, BlockQuantizer):
+        raise TypeError(
+            f"{where}: quantize is {quantize!r}; give vc.BlockFP8(tile=(128, 128)), vc.BlockInt8(block=256), "
+            "vc.MXFP8() or None, for all parameters or by a function of a parameter's name and the parameter"
+        )
+    if isinstance(quantize, BlockInt8) and quantize.seed is not None:
+        raise ValueError(
+            f"{where}: quantize={quantize!r} has a seed, but parameters are rounded to the nearest. Leave it out "
+            "here; in quantize_gradients it is that of stochastic rounding"
+        )
+    if quantize_gradients is not None and not isinstance(quantize_gradients, BlockInt8):
+        raise TypeError(
+            f"{where}: quantize_gradients is {quantize_gradients!r}; give vc.BlockInt8(block=256) or None, for all "
+            "parameters or by a function of a parameter's name and the parameter"
+        )

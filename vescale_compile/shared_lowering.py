@@ -18,7 +18,7 @@ import filelock
 import torch
 from torch import fx
 
-from .torch_internals import caches_generated_code, inductor_cache_folder
+from .torch_internals.inductor import caches_generated_code, inductor_cache_folder
 
 _log = logging.getLogger(__name__)
 

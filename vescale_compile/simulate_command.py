@@ -22,7 +22,7 @@ from vescale_compile.hardware import cluster_for
 from vescale_compile.passes.context import GraphError
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.published_graphs import ASSUMPTIONS, published_graph
-from vescale_compile.quantities import bytes_in, least_text, positive, size_text, time_text
+from vescale_compile.quantities import bytes_in, in_columns, least_text, positive, size_text, time_text
 from vescale_compile.schedule import BudgetError, Scheduled, TaskGraph, find_schedule, lean_schedule, lower_bound
 from vescale_compile.sharding import fully_shard
 from vescale_compile.simulation import Simulation, simulate
@@ -240,9 +240,7 @@ def _print(rows: Sequence[Row]) -> None:
         )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    for line in (headings, *cells):
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print("\n".join(in_columns([headings, *cells])))
     print("\nstep and lower bound include the optimizer's step, peak the optimizer's states")
     for row in rows:
         if row.lacking:

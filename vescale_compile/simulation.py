@@ -26,13 +26,13 @@ from .cost import OPTIMIZERS, Cluster, OptimizerCost, host
 from .hardware import cluster_for
 from .mesh import simulated_on
 from .passes.context import Part
-from .passes.prediction import Stage, seconds_one_after_another
+from .passes.prediction import Phase, seconds_one_after_another
 from .quantities import size_text, time_text
 from .ragged.dtensor import RaggedDTensor
 from .report import GraphReport
-from .runtime.agreement import life
+from .runtime.life import life
 from .sharding import fully_shard
-from .torch_internals import shapes_only
+from .torch_internals.tracing import shapes_only
 
 _CPU = torch.device("cpu")
 
@@ -67,8 +67,8 @@ class Simulation:
         parts = [graph.parts for graph in self.graphs]
         forwards = [summary for each in parts for part, summary in each.items() if part is not Part.BACKWARD]
         backwards = [each[Part.BACKWARD] for each in reversed(parts) if Part.BACKWARD in each]
-        stages = [summary.prediction.stage for summary in (*forwards, *backwards)]
-        return seconds_one_after_another([*stages, self._update])
+        phases = [summary.prediction.phase for summary in (*forwards, *backwards)]
+        return seconds_one_after_another([*phases, self._update])
 
     @property
     def compute_seconds(self) -> float:
@@ -116,10 +116,10 @@ class Simulation:
         return self.cluster.device.lacks(self.peak_bytes)
 
     @property
-    def _update(self) -> Stage:
+    def _update(self) -> Phase:
         """The optimizer's step."""
         issued = self.cluster.device.of_host(host.PARAMETER_UPDATE * self.trained)
-        return Stage(max(self.optimizer_seconds, issued), self.optimizer_seconds, issued)
+        return Phase(max(self.optimizer_seconds, issued), self.optimizer_seconds, issued)
 
     def _sum(self, what: str) -> float:
         return sum(getattr(part.prediction, what) for graph in self.graphs for part in graph.parts.values())

@@ -1,4 +1,4 @@
-"""Memory of sharded parameters: moving a unit's shard to another device or dtype."""
+"""Memory of sharded parameters: a unit's shard is allocated, and moved to another device or dtype."""
 
 from __future__ import annotations
 
@@ -6,11 +6,52 @@ from collections.abc import Callable, Container
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .mesh import DataParallelMesh
+from .planner import BufferPlan
 from .ragged.dtensor import RaggedDTensor
+from .ragged.placement import RaggedShard
 from .runtime.boundary import Binding
-from .runtime.dbuffer import DBuffer
+from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync, ParamSlot
+
+
+@torch.no_grad()
+def allocate(
+    name: str,
+    plan: BufferPlan,
+    params: dict[str, nn.Parameter],
+    mesh: DataParallelMesh,
+    policy: CommPolicy,
+    sync: GradientSync,
+) -> DBuffer:
+    """Allocates this rank's shard, copies its part of each parameter into it, and makes the sharded parameters."""
+    rank = mesh.shard.get_local_rank()
+    like = next(iter(params.values()))
+    slots = []
+    for key, param in params.items():
+        start, stop = plan.interval(key, rank)
+        local_start = max(plan.offsets[key] - rank * plan.shard_numel, 0) if stop > start else 0
+        slots.append(ParamSlot(key, tuple(param.shape), plan.offsets[key], local_start, stop - start))
+    buffer = DBuffer(name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.whole, policy, sync)
+    for index, (key, param) in enumerate(params.items()):
+        local = buffer.local(buffer.shard, index)
+        start, stop = plan.interval(key, rank)
+        if not param.is_meta:
+            local.copy_(param.detach().reshape(-1)[start:stop])
+        sharded = RaggedDTensor.from_local(local, mesh.shard, [RaggedShard(*plan.ragged_shard(key))], shape=param.shape)
+        buffer.params.append(_as_parameter(sharded, param, Binding(buffer, index)))
+    return buffer
+
+
+def _as_parameter(sharded: Tensor, original: nn.Parameter, binding: Binding) -> nn.Parameter:
+    param = nn.Parameter(sharded, requires_grad=original.requires_grad)
+    for key, value in vars(original).items():  # marks that libraries put on parameters
+        setattr(param, key, value)
+    # nn.Parameter took an alias below autograd, whose writes would not count as writes to the shard.
+    cast(RaggedDTensor, param)._local_tensor = binding.buffer.local(binding.buffer.shard, binding.slot)
+    param._vescale_binding = binding  # type: ignore[attr-defined]
+    return param
 
 
 @torch.no_grad()

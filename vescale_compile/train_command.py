@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         ranks = _ranks(args, device_type)
         _check_group(settings, device_type, ranks)
     except ValueError as error:
-        who = f"rank {os.environ['RANK']}: " if under_torchrun() else ""
+        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"train: {who}{error}", file=sys.stderr)
         return 2
     if args.dump is not None:

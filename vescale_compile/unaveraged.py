@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from .runtime.boundary import bound
-from .torch_internals import source_name
+from .torch_internals.tracing import source_name
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # of the parameters, in a warning

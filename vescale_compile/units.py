@@ -59,7 +59,7 @@ def find_units(
             outermost ``nn.ModuleList`` becomes a unit, and the rest another.
         world_size: ranks to shard over.
         device_type: that the ranks compute on, such as "cuda".
-        padded_bytes: an element of a list is not cut where its parts would take more than the whole.
+        padded_bytes: an element of a list is not cut where its parts would take over 1 % more than the whole.
     """
     taken: set[nn.Parameter] = set(ignored)
     least = _LEAST_BYTES if device_type == "cpu" else _LEAST_BYTES_OF_GPU

@@ -32,7 +32,7 @@ from .passes.context import CompileContext, Part
 from .runtime.collectives import checked_for_nan
 from .runtime.pool import SlotSpec
 from .runtime.unshard import unshard
-from .torch_internals import size_hint
+from .torch_internals.tracing import size_hint
 
 Boxed = Callable[[list[Any]], Any]
 

@@ -20,10 +20,11 @@ import vescale_compile as vc
 from vescale_compile import backend
 from vescale_compile.compiled import others_hear_of_failures
 from vescale_compile.runtime import agreement, messages
-from vescale_compile.runtime.agreement import RanksMissing, agree, agree_on_buffers, first_decides
+from vescale_compile.runtime.agreement import RanksMissing, agree, agree_on_buffers
 from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
 from vescale_compile.runtime.crossing import forget_carried
-from vescale_compile.runtime.trial import Trial
+from vescale_compile.runtime.decisions import Trial, first_decides
+from vescale_compile.runtime.life import Life, life
 from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -266,7 +267,7 @@ def initialize_again(store: Path) -> None:
 @on_ranks(2)
 def test_a_process_group_that_is_initialized_again_begins_anew(tmp_path):
     if dist.get_rank() == ODD:
-        agreement.life().next_exchange(init_device_mesh("cpu", (2,)))  # as if it had waited in vain for another one
+        life().next_exchange(init_device_mesh("cpu", (2,)))  # as if it had waited in vain for another one
     initialize_again(tmp_path / "store")
     agree(init_device_mesh("cpu", (2,)), "both come", [], deadline_s=10)
 
@@ -276,7 +277,7 @@ def test_what_an_earlier_process_group_left_in_the_store_is_not_read():
     mesh = init_device_mesh("cpu", (2,))
     keys = []
     for _ in range(2):
-        keys.append(agreement.Life().next_exchange(mesh))
+        keys.append(Life().next_exchange(mesh))
         dist.barrier()
     assert len(set(keys)) == 2
 

@@ -17,12 +17,13 @@ from torch._inductor.utils import fresh_cache
 from written import code_written_for
 
 import vescale_compile as vc
-from vescale_compile import inductor_order, warm_start
+from vescale_compile import warm_start
 from vescale_compile.backend import vescale
 from vescale_compile.passes import order, ordered_nodes
 from vescale_compile.passes.context import Role, Use, comm_of
 from vescale_compile.runtime.pool import SlotSpec
-from vescale_compile.torch_internals import generates_code_for
+from vescale_compile.torch_internals import inductor_order
+from vescale_compile.torch_internals.inductor_graphs import generates_code_for
 
 
 @pytest.fixture(scope="module")

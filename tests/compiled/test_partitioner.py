@@ -3,7 +3,7 @@
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from vescale_compile.torch_internals import WrappedPartitioner
+from vescale_compile.torch_internals.aot import WrappedPartitioner
 
 
 class Users(CustomPartitionerFn):

@@ -13,7 +13,7 @@ from written import code_written_for
 
 import vescale_compile as vc
 from vescale_compile import backend
-from vescale_compile.inductor_reads import reads_known_by_their_writes
+from vescale_compile.torch_internals.inductor_reads import reads_known_by_their_writes
 
 
 @torch.library.custom_op("tests::fill", mutates_args={"out"})

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import vescale_compile as vc
 from vescale_compile.shared_lowering import _record_of, lowered_once
-from vescale_compile.torch_internals import inductor_compile_inner
+from vescale_compile.torch_internals.inductor import inductor_compile_inner
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 

@@ -19,7 +19,7 @@ from vescale_compile.passes.sink import sink
 from vescale_compile.passes.summary import Direction, Entry, Kind
 from vescale_compile.runtime import ops
 from vescale_compile.runtime.unshard import ParamView
-from vescale_compile.torch_internals import run_boxed
+from vescale_compile.torch_internals.aot import run_boxed
 
 aten = torch.ops.aten
 LOWERINGS = ("eager", "inductor")

@@ -203,13 +203,13 @@ def test_a_block_that_fully_shard_is_called_on_has_one_buffer():
 def test_what_parameters_were_is_freed_with_their_unit(monkeypatch):
     model = nn.Sequential(nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4)]), nn.Linear(4, 2))
     originals = {name: ref(param) for name, param in model.named_parameters()}
-    left, sharded_alone = [], sharding._allocate
+    left, sharded_alone = [], sharding.allocate
 
     def allocate(*args):
         left.append({name for name, original in originals.items() if original() is not None})
         return sharded_alone(*args)
 
-    monkeypatch.setattr(sharding, "_allocate", allocate)
+    monkeypatch.setattr(sharding, "allocate", allocate)
     with fake_world(2):
         vc.fully_shard(model)
     first, second, last = {"0.0.weight", "0.0.bias"}, {"0.1.weight", "0.1.bias"}, {"1.weight", "1.bias"}

@@ -25,7 +25,7 @@ from vescale_compile.passes import summarize
 from vescale_compile.passes.context import CompileContext, Part
 from vescale_compile.passes.summary import Summary
 from vescale_compile.report import GraphReport
-from vescale_compile.runtime import agreement
+from vescale_compile.runtime import decisions
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -187,7 +187,7 @@ def last_to_decide(decided: dist.Store):
     """``first_decides`` on a rank that comes to every decision after another one."""
 
     def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
-        decide = agreement.first_decides(mesh)
+        decide = decisions.first_decides(mesh)
 
         def later(question: str, answer: str) -> str:
             decided.wait(["by the other rank"])
@@ -201,7 +201,7 @@ def last_to_decide(decided: dist.Store):
 @on_ranks(2)
 def test_ranks_that_decide_otherwise_compile_anew():
     free = replace(models.SLOW_WIRE, within=replace(models.SLOW_WIRE.within, bandwidth=1e15))
-    store, odd = agreement.default_store(), dist.get_rank() == ODD
+    store, odd = decisions.default_store(), dist.get_rank() == ODD
 
     def check(*args) -> None:
         store.set("by the other rank", "")
@@ -211,7 +211,7 @@ def test_ranks_that_decide_otherwise_compile_anew():
         patch.setattr("vescale_compile.capture.cluster_for", lambda *_: models.SLOW_WIRE)
         with passes():
             losses, _, cold = trained()
-        patch.setattr(agreement, "default_store", lambda: dist.PrefixStore("another job", store))
+        patch.setattr(decisions, "default_store", lambda: dist.PrefixStore("another job", store))
         if odd:
             patch.setattr("vescale_compile.capture.cluster_for", lambda *_: free)
             patch.setattr("vescale_compile.backend.check_agreement", check)

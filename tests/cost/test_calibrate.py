@@ -8,8 +8,9 @@ from ranks import fake_world, run_on_ranks
 
 import vescale_compile as vc
 from vescale_compile.cost import Calibration, collective_cost, operators, wire_cluster
-from vescale_compile.cost import calibrate as module
-from vescale_compile.cost.calibrate import calibrate, calibrate_collectives, contention, fit, together
+from vescale_compile.cost import calibrate_collectives as module
+from vescale_compile.cost.calibrate import calibrate
+from vescale_compile.cost.calibrate_collectives import calibrate_collectives, contention, fit, together
 
 
 def test_compiling_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from vescale_compile.cost import Device
 from vescale_compile.cost import flops as arithmetic
 from vescale_compile.cost.compute import compute_seconds, issue_seconds
 from vescale_compile.cost.flops import flops
-from vescale_compile.runtime import ops
+from vescale_compile.runtime import leaving, ops
 
 # A second is one operation, or one byte and a launch: times can be read off.
 ARITHMETIC = Device("arithmetic", {"float32": 1.0, "bfloat16": 2.0}, 1e30, None, 1.0, 1.0, 0.0)
@@ -194,6 +194,17 @@ def test_collectives_are_not_computation() -> None:
     with FakeTensorMode():
         shard.meta["val"], gather.meta["val"] = torch.empty(4), torch.empty(8)
     assert compute_seconds([gather], LAUNCHES) == {gather: 0.0}
+
+
+@pytest.mark.parametrize("operator", [leaving.leave_reduce_scatter, leaving.cast_when_read], ids=str)
+def test_what_the_backward_leaves_to_be_waited_for_takes_none_of_its_time(operator: torch._ops.OpOverload) -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        for argument in operator._schema.arguments[:-1]:
+            graph.placeholder(argument.name).meta["val"] = torch.empty(8)
+    node = graph.call_function(operator, (*graph.nodes, 0))
+    node.meta["val"] = None
+    assert compute_seconds([node], TRAFFIC) == compute_seconds([node], LAUNCHES) == {node: 0.0}
 
 
 def test_symbolic_sizes_count_as_they_were_at_capture_and_are_not_guarded() -> None:

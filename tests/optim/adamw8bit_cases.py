@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import vescale_compile as vc
-from vescale_compile.ragged.dtensor import distribute_ragged
+from vescale_compile.ragged.redistribute import distribute_ragged
 
 SHAPES = [(64, 96), (50, 200), (4, 32, 48), (5000,), (300,), ()]
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_compile.optim.muon import Muon
-from vescale_compile.ragged.dtensor import RaggedDTensor, distribute_ragged
+from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.ragged.redistribute import distribute_ragged
 
 Shape = tuple[int, ...]
 

@@ -13,7 +13,7 @@ from vescale_compile.optim.adamw8bit_runs import runs_of
 from vescale_compile.optim.adamw8bit_state import Member, in_memory_order, new_states
 from vescale_compile.optim.blocks import Blocks
 from vescale_compile.optim.gradients import UnusableGradients
-from vescale_compile.ragged.dtensor import distribute_ragged
+from vescale_compile.ragged.redistribute import distribute_ragged
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 

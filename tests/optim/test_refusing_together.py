@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
 from vescale_compile.optim.gradients import UnusableGradients
-from vescale_compile.ragged.dtensor import distribute_ragged
+from vescale_compile.ragged.redistribute import distribute_ragged
 from vescale_compile.runtime.agreement import RanksDisagree
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`

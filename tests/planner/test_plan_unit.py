@@ -61,9 +61,8 @@ def test_ragged_shards_describe_the_intervals(unit: list[TensorSpec], world_size
             unit_numel, rest = divmod(tensor.numel, sum(local_units))
             assert rest == 0
             assert unit_numel % math.prod(tensor.shape[len(dims) :]) == 0, "the unit is whole outside dims"
-            ends = [end for _, end in buffer.intervals(tensor.name)]
-            starts = [start for start, _ in buffer.intervals(tensor.name)]
-            assert starts == [0, *ends[:-1]] and ends[-1] == tensor.numel
+            starts, ends = zip(*(buffer.interval(tensor.name, rank) for rank in range(world_size)), strict=True)
+            assert starts == (0, *ends[:-1]) and ends[-1] == tensor.numel
             assert [e - s for s, e in zip(starts, ends, strict=True)] == [n * unit_numel for n in local_units]
 
 

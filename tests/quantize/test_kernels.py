@@ -14,7 +14,8 @@ import vescale_compile as vc
 from vescale_compile.quantize import BlockQuantizer
 from vescale_compile.runtime.block_places import full_width_strips_of
 from vescale_compile.runtime.packing import Packing
-from vescale_compile.runtime.quantizing import Kernels, average_into, dequantize_into, quantize_into
+from vescale_compile.runtime.quantizing import average_into, dequantize_into, quantize_into
+from vescale_compile.runtime.strips import Kernels
 
 WORLD = 2
 MANY = 11  # ranks, over which a kernel loops

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import vescale_compile as vc
 from vescale_compile.runtime.packing import Packing
-from vescale_compile.runtime.quantizing import Kernels, average_into, quantize_into
+from vescale_compile.runtime.quantizing import average_into, quantize_into
 from vescale_compile.runtime.rounding import Rounding
+from vescale_compile.runtime.strips import Kernels
 
 sys.path.append(str(Path(__file__).parents[1] / "compiled"))
 

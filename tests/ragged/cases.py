@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_compile.ragged.dtensor import RaggedDTensor, distribute_ragged
+from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.ragged.redistribute import distribute_ragged
 
 
 @functools.cache

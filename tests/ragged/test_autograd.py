@@ -7,9 +7,9 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from vescale_compile.ragged.dtensor import RaggedDTensor, distribute_ragged
+from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShard
-from vescale_compile.ragged.redistribute import to_ragged
+from vescale_compile.ragged.redistribute import distribute_ragged, to_ragged
 
 LAYOUT = RaggedShard((0,), (1, 3))
 OTHER = RaggedShard((0, 1), (7, 5))

@@ -133,7 +133,7 @@ def test_the_error_is_a_not_implemented_error() -> None:
 
 @on_ranks(2)
 def test_where_whole_tensors_are_placed_is_said_in_full():
-    with pytest.raises(RaggedShardError, match=r"vescale_compile\.ragged\.dtensor\.distribute_ragged places"):
+    with pytest.raises(RaggedShardError, match=r"vescale_compile\.ragged\.redistribute\.distribute_ragged places"):
         shard(torch.ones(4, 3), LAYOUT) + torch.ones(4, 3)
 
 

@@ -1,7 +1,7 @@
 """The cost model: time of computation and of collectives on a described cluster, from shapes alone.
 
 Everything here is arithmetic on its arguments, so that all ranks decide alike. What reads graphs (:mod:`.compute`,
-:mod:`.flops`) or measures (:mod:`.calibrate`, :mod:`.operators`) needs PyTorch: import it by name.
+:mod:`.flops`) or measures (:mod:`.calibrate` and its kin, :mod:`.operators`) needs PyTorch: import it by name.
 """
 
 from vescale_compile.cost.calibration import Calibration

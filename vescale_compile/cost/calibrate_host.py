@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from vescale_compile.cost.compute import compute_seconds, issue_seconds
 from vescale_compile.cost.devices import DEVICES
-from vescale_compile.torch_internals import inductor_compile, inductor_compile_inner
+from vescale_compile.torch_internals.inductor import inductor_compile, inductor_compile_inner
 
 _LAYERS, _WIDTH, _TOKENS = 4, 64, 16  # a GPU is done with such kernels before the next is launched
 _WARMUP, _REPEATS = 3, 30

@@ -7,7 +7,6 @@ products, convolutions and attention (:mod:`.flops`). Everything else is bound b
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,8 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_compile.cost.devices import Device
 from vescale_compile.cost.flops import flops
 from vescale_compile.rng_calls import plain_node
-from vescale_compile.schemas import UNDECLARED_VIEWS, has_results, written_by
-from vescale_compile.torch_internals import generates_code_for, size_hint
+from vescale_compile.schemas import has_results, is_view, written_by
+from vescale_compile.torch_internals.inductor_graphs import generates_code_for
+from vescale_compile.torch_internals.tracing import size_hint
 
 _aten = torch.ops.aten
 
@@ -43,6 +43,8 @@ _UNIT_COMMUNICATION = (
     "wait_",
     "carry_",
     "take_",
+    "leave_",
+    "cast_when_read",  # by whoever reads it
 )  # how their names in "vescale" begin
 
 
@@ -117,7 +119,7 @@ def _whole_seconds(node: fx.Node, device: Device, count: int) -> float:
 
 
 def _computes(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or _is_view(node):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_view(node):
         return False
     return not _communicates(node.target) and any(True for _ in _written(node))
 
@@ -126,12 +128,6 @@ def _communicates(target: OpOverload) -> bool:
     if target.namespace == "vescale":
         return target.name().removeprefix("vescale::").startswith(_UNIT_COMMUNICATION)
     return target.namespace in _COMMUNICATION
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    return isinstance(node.target, OpOverload) and (node.target.is_view or node.target in UNDECLARED_VIEWS)
 
 
 def _fusible(node: fx.Node) -> bool:
@@ -144,7 +140,7 @@ def _fusible(node: fx.Node) -> bool:
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes whose results a node reads, seen through views."""
     for source in node.all_input_nodes:
-        if _is_view(source):
+        if is_view(source):
             yield from _sources(source)
         else:
             yield source
@@ -153,7 +149,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that read a node's result, seen through views."""
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             yield from _readers(user)
         else:
             yield user
@@ -166,7 +162,7 @@ def _bytes_read(node: fx.Node, inside: bool) -> int:
         return _size(_written(node)) + sum(_size(_tensors(source.meta.get("val"))) for source in sources[1:])
     if inside:
         sources = [
-            source for source in sources if not all(map(_fusible, _sources(source) if _is_view(source) else [source]))
+            source for source in sources if not all(map(_fusible, _sources(source) if is_view(source) else [source]))
         ]
     if not has_results(node.target):
         written = written_by(node)

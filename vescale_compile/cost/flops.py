@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from vescale_compile.rng_calls import example_values
-from vescale_compile.torch_internals import size_hint
+from vescale_compile.torch_internals.tracing import size_hint
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten

@@ -23,14 +23,14 @@ _REPEATS = 12
 _COLD_BYTES = 1 << 26  # that are touched between two calls, so that operands are not in caches, as in a step
 
 
-def measure_operators(nodes: Iterable[fx.Node], device: str = "cpu") -> dict[str, float]:
-    """Median seconds of each operator with a formula for its arithmetic, by :func:`.compute.operator_key`.
+def measure_operators(nodes: Iterable[fx.Node]) -> dict[str, float]:
+    """Median seconds of each operator with a formula for its arithmetic, by :func:`.compute.operator_key`, with as many
+    threads as PyTorch uses now.
 
     Not of products of groups of rows and of attention behind a mask, which take as long as their arguments' values say.
 
     Args:
         nodes: of aten graphs with ``meta["val"]``; equal operators are measured once.
-        device: "cpu", with as many threads as PyTorch uses now, or "cuda".
     """
     formulas = FlopCounterMode(display=False).flop_registry
     found: dict[str, float] = {}
@@ -39,37 +39,30 @@ def measure_operators(nodes: Iterable[fx.Node], device: str = "cpu") -> dict[str
             continue
         key = operator_key(node)
         if key not in found:
-            found[key] = _seconds(node, device)
+            found[key] = _seconds(node)
     return found
 
 
 @torch.no_grad()
-def _seconds(node: fx.Node, device: str) -> float:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _filled(source.meta["val"], device))
+def _seconds(node: fx.Node) -> float:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: _filled(source.meta["val"]))
     run: Any = node.target
-    swept = torch.zeros(_COLD_BYTES // 4, device=device)
+    swept = torch.zeros(_COLD_BYTES // 4)
     run(*args, **kwargs)
     times: list[float] = []
     end = time.perf_counter() + _BUDGET_S
     while len(times) < 3 or (len(times) < _REPEATS and time.perf_counter() < end):
         swept.add_(1.0)
-        _synchronize(device)
         start = time.perf_counter()
         run(*args, **kwargs)
-        _synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def _filled(value: Any, device: str) -> Any:
+def _filled(value: Any) -> Any:
     if isinstance(value, Tensor):
         real = torch.empty_strided([int(s) for s in value.shape], [int(s) for s in value.stride()], dtype=value.dtype)
-        return (real.normal_() if value.is_floating_point() else real.zero_()).to(device)
+        return real.normal_() if value.is_floating_point() else real.zero_()
     if isinstance(value, (list, tuple)):
-        return type(value)(_filled(item, device) for item in value)
+        return type(value)(_filled(item) for item in value)
     return value
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

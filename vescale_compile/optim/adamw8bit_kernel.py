@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch_internals import rounds_as_operators
+from ..torch_internals.inductor import rounds_as_operators
 from .blockwise import LEAST_SCALE, Codebook, block_scales, codebook, dequantize, quantize
 
 _MOST_KERNELS = 256  # block sizes times dtypes times devices, before compiling fails; by default it would be 8

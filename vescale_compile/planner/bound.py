@@ -13,6 +13,9 @@ from vescale_compile.planner.layout import Item, ceil_to
 Items = Mapping[Item, int]
 """What a buffer holds: how many items there are of each kind."""
 
+_GRIDS = 24  # that items share
+_LAYERS = 8  # of pigeonholes
+
 
 def freedom_threshold(item: Item) -> int:
     """The smallest S at which ``item`` has a valid place although its block does not divide S.
@@ -81,14 +84,14 @@ def admissible_shards(items: Items, floor: int, alignment: int, within: int | No
             shard, listed = shard + step, listed + 1
 
 
-def divisors(items: Items, limit: int = 24) -> list[int]:
-    """The grids that items share: gcd(g, e) of each item, closed under gcd, the ``limit`` largest."""
+def divisors(items: Items) -> list[int]:
+    """The grids that items share: gcd(g, e) of each item, closed under gcd, the largest."""
     found: set[int] = set()
     for own in sorted({math.gcd(item.block, item.numel) for item in items}, reverse=True):
         found |= {own} | {math.gcd(own, other) for other in found}
-        if len(found) >= 4 * limit:
+        if len(found) >= 4 * _GRIDS:
             break
-    return sorted(found, reverse=True)[:limit]
+    return sorted(found, reverse=True)[:_GRIDS]
 
 
 def _counting_floor(items: Items, world_size: int) -> int:
@@ -99,7 +102,7 @@ def _counting_floor(items: Items, world_size: int) -> int:
     return floor
 
 
-def _pigeonhole_floor(items: Items, world_size: int, layers: int = 8) -> int:
+def _pigeonhole_floor(items: Items, world_size: int) -> int:
     runs: dict[int, int] = {}
     for (e, g), count in items.items():
         runs[g] = runs.get(g, 0) + count * (e // g)
@@ -107,7 +110,7 @@ def _pigeonhole_floor(items: Items, world_size: int, layers: int = 8) -> int:
             runs[e % g] = runs.get(e % g, 0) + count
     sizes = sorted(runs.items(), reverse=True)
     floor = sizes[0][0]
-    for k in range(1, layers):
+    for k in range(1, _LAYERS):
         first, last = k * world_size - k, k * world_size
         total = position = 0
         for size, count in sizes:

@@ -28,7 +28,6 @@ Shapes = dict[str, tuple[int, ...]]
 class ModelShapes:
     """Names and shapes of a model's parameters, unit by unit; names are unique within the model."""
 
-    name: str
     units: Mapping[str, Shapes]
 
     @property
@@ -61,7 +60,7 @@ def published(model: str) -> ModelShapes:
     }
     embedding = (config["vocab_size"], config["hidden_size"])
     head: Shapes = {"model.norm.weight": embedding[1:], "lm_head.weight": embedding}
-    return ModelShapes(model, {**units, "embedding": {"model.embed_tokens.weight": embedding}, "head": head})
+    return ModelShapes({**units, "embedding": {"model.embed_tokens.weight": embedding}, "head": head})
 
 
 def _mlp(prefix: str, hidden: int, inner: int) -> Shapes:

@@ -110,10 +110,6 @@ class BufferPlan:
         start = min(max(low, 0), tensor.numel)
         return start, min(max(low + self.shard_numel, 0), tensor.numel)
 
-    def intervals(self, name: str) -> tuple[tuple[int, int], ...]:
-        """``interval`` of every rank, rank 0 first."""
-        return tuple(self.interval(name, rank) for rank in range(self.world_size))
-
     def ragged_shard(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """``(dims, local_units)`` of the ``RaggedShard`` placement that this layout gives tensor ``name``.
 

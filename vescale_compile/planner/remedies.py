@@ -12,6 +12,8 @@ from vescale_compile.planner.unit import plan_unit
 MOST_JOINED = 4
 """Units that are joined at most: the buffer of the joint unit is in memory as one."""
 
+_ENOUGH_PERCENT = 1.0  # of padding: who has less needs nothing else
+
 
 @dataclass(frozen=True)
 class Remedy:
@@ -49,16 +51,14 @@ def remedies(
     alignment_bytes: int = 16,
     keep_order: bool = False,
     alike: int = 4,
-    enough_percent: float = 1.0,
 ) -> list[Remedy]:
     """Units joined by twos, threes and fours, and shard meshes of a half, a quarter, ... of the ranks.
 
-    Each kind is listed as far as it pads less than what came before it, and until ``enough_percent`` is
-    reached.
+    Each kind is listed as far as it pads less than what came before it, and until it pads by less
+    than a per cent.
 
     Args:
         alike: how many units of this content the model has to join.
-        enough_percent: look no further than padding of so many per cent.
 
     The others are those of ``plan_unit``.
     """
@@ -74,7 +74,7 @@ def remedies(
     for changes in (joined, smaller):
         least = now.padding_percent
         for count, ranks in changes:
-            if least <= enough_percent:
+            if least <= _ENOUGH_PERCENT:
                 break
             copies = [replace(t, name=f"{copy}.{t.name}") for copy in range(count) for t in tensors]
             then = plan(copies, ranks)

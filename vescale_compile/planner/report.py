@@ -12,6 +12,7 @@ from vescale_compile.planner.plan import UnitPlan
 from vescale_compile.planner.remedies import Remedy, remedies
 from vescale_compile.planner.spec import TensorSpec
 from vescale_compile.planner.unit import plan_unit
+from vescale_compile.quantities import in_columns
 
 WORTH_A_REMEDY = 3.0
 """Padding in per cent above which a unit's row comes with remedies."""
@@ -185,8 +186,7 @@ COLUMNS = {
 def table(rows: Iterable[UnitRow]) -> str:
     """The rows as text under headings; the last one, the total, below a rule."""
     lines = [list(COLUMNS), *([cell.format(row) for cell in COLUMNS.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    text = in_columns(lines)
     return "\n".join([*text[:-1], "-" * len(text[0]), text[-1]])
 
 

@@ -2,6 +2,7 @@
 
 - :mod:`.placement`    ``RaggedShard``: who holds which run of elements
 - :mod:`.dtensor`      ``RaggedDTensor``: a DTensor around this rank's run
+- :mod:`.arriving`     a gradient that is still on its way
 - :mod:`.dispatch`     which operators work on shards, and the error for those that don't
 - :mod:`.local`        what handlers share: layouts, slices, the error that refuses
 - :mod:`.lists`        lists of tensors: foreach and fused optimizer steps

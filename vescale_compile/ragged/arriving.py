@@ -10,8 +10,9 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from vescale_compile.ragged.dtensor import Arrival, RaggedDTensor, take_foreach_form, wrap
-from vescale_compile.torch_internals import honor_torch_dispatch
+from vescale_compile.ragged.dtensor import RaggedDTensor, take_foreach_form, wrap
+from vescale_compile.runtime.arrivals import Arrival
+from vescale_compile.torch_internals.tracing import honor_torch_dispatch
 
 
 class ArrivingDTensor(RaggedDTensor):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,8 +19,9 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_typ
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
 from torch.utils.hooks import RemovableHandle
 
-from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
-from vescale_compile.torch_internals import honor_torch_dispatch
+from vescale_compile.ragged.placement import RaggedShard, RaggedShardError, check_layout, row_major_strides
+from vescale_compile.runtime.arrivals import Arrival
+from vescale_compile.torch_internals.tracing import honor_torch_dispatch
 
 
 class _Spec(DTensorSpec):
@@ -285,33 +285,6 @@ take_foreach_form(RaggedDTensor)
 torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _Spec])
 
 
-def distribute_ragged(full: torch.Tensor, device_mesh: DeviceMesh, placement: RaggedShard) -> RaggedDTensor:
-    """This rank's share of a tensor that every rank holds whole: a copy of a slice, no communication.
-
-    Differentiable: the gradient is gathered.
-    """
-    from vescale_compile.ragged.redistribute import to_ragged
-
-    return to_ragged(DTensor.from_local(full, device_mesh, [Replicate()], run_check=False), placement)
-
-
-class Arrival(Protocol):
-    """Elements on their way.
-
-    Attributes:
-        number: in the order in which to wait for them.
-        over: whether they have come.
-    """
-
-    number: int
-
-    @property
-    def over(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Returns when they may be read."""
-
-
 def wrap(
     local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False, kind: type[RaggedDTensor] | None = None
 ) -> RaggedDTensor:
@@ -327,29 +300,6 @@ def wrap(
     if origin is not local:
         tensor._local_tensor = local
     return tensor
-
-
-def check_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> RaggedShard:
-    """The placement, if mesh, placement and global shape fit each other; ValueError if not."""
-    if device_mesh.ndim != 1:
-        raise ValueError(f"RaggedShard needs a one-dimensional mesh, got {device_mesh}; index it by dimension name")
-    if device_mesh.get_coordinate() is None:
-        raise ValueError(f"this rank is not part of {device_mesh}")
-    if len(placements) != 1 or not isinstance(placements[0], RaggedShard):
-        raise ValueError(f"a RaggedDTensor has one RaggedShard placement, got {tuple(placements)}")
-    placement = placements[0]
-    if len(placement.local_units) != device_mesh.size():
-        raise ValueError(
-            f"rank {device_mesh.get_local_rank()}: {placement} counts units for "
-            f"{len(placement.local_units)} ranks, the mesh has {device_mesh.size()}"
-        )
-    placement.unit_numel(shape)
-    return placement
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of `shape`."""
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class _FromLocal(torch.autograd.Function):

@@ -108,7 +108,9 @@ def scalar_operand(func: OpOverload, like: RaggedDTensor, value: torch.Tensor) -
         return value._local_tensor
     if value.ndim != 0:
         reason = f"the other tensor is a plain one of shape {tuple(value.shape)}; only 0-dim ones mix with shards"
-        refuse(func, like, f"{reason}, and vescale_compile.ragged.dtensor.distribute_ragged places a whole one alike")
+        refuse(
+            func, like, f"{reason}, and vescale_compile.ragged.redistribute.distribute_ragged places a whole one alike"
+        )
     return value
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 _MOST_WRITTEN = 16  # ranks, or runs of them, that a placement in a message lists
@@ -133,3 +134,26 @@ def _interval(placement: RaggedShard, shape: tuple[int, ...], rank: int) -> tupl
     unit = placement.unit_numel(shape)
     start = sum(placement.local_units[:rank]) * unit
     return start, start + placement.local_units[rank] * unit
+
+
+def check_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> RaggedShard:
+    """The placement, if mesh, placement and global shape fit each other; ValueError if not."""
+    if device_mesh.ndim != 1:
+        raise ValueError(f"RaggedShard needs a one-dimensional mesh, got {device_mesh}; index it by dimension name")
+    if device_mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not part of {device_mesh}")
+    if len(placements) != 1 or not isinstance(placements[0], RaggedShard):
+        raise ValueError(f"a RaggedDTensor has one RaggedShard placement, got {tuple(placements)}")
+    placement = placements[0]
+    if len(placement.local_units) != device_mesh.size():
+        raise ValueError(
+            f"rank {device_mesh.get_local_rank()}: {placement} counts units for "
+            f"{len(placement.local_units)} ranks, the mesh has {device_mesh.size()}"
+        )
+    placement.unit_numel(shape)
+    return placement
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `shape`."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))

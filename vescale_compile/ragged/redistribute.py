@@ -17,13 +17,22 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from vescale_compile.ragged.dtensor import RaggedDTensor, check_layout, row_major_strides
-from vescale_compile.ragged.placement import RaggedShard
-from vescale_compile.torch_internals import all_gather_single, is_traced_to_operators
+from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.placement import RaggedShard, check_layout, row_major_strides
+from vescale_compile.torch_internals.groups import all_gather_single
+from vescale_compile.torch_internals.tracing import is_traced_to_operators
 
 c10d = torch.ops._c10d_functional
 
 Intervals = tuple[tuple[int, int], ...]
+
+
+def distribute_ragged(full: torch.Tensor, device_mesh: DeviceMesh, placement: RaggedShard) -> RaggedDTensor:
+    """This rank's share of a tensor that every rank holds whole: a copy of a slice, no communication.
+
+    Differentiable: the gradient is gathered.
+    """
+    return to_ragged(DTensor.from_local(full, device_mesh, [Replicate()], run_check=False), placement)
 
 
 def to_ragged(tensor: DTensor, placement: RaggedShard) -> RaggedDTensor:

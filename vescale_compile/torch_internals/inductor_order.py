@@ -17,8 +17,8 @@ from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
 from torch.utils import _pytree as pytree
 
-from . import torch_internals
-from .schemas import written_by
+from ..schemas import written_by
+from .inductor_graphs import generates_code_for
 
 _ORDER = "_vescale_order"  # of a GraphLowering
 
@@ -89,7 +89,7 @@ def _store_inputs(lowering: GraphLowering, node: fx.Node) -> None:
     others before. What reads written memory, Inductor itself has computed no later than there, but behind the operator.
     """
     written_to = written_by(node)
-    for argument in written_to if torch_internals.generates_code_for(node.target) else node.all_input_nodes:
+    for argument in written_to if generates_code_for(node.target) else node.all_input_nodes:
         if isinstance(box := lowering.env[argument], ir.TensorBox):
             box.realize()
     for written in written_to:

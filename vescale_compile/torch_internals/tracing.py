@@ -1,0 +1,147 @@
+"""Graphs and their shapes, and what traces them.
+
+Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake as _is_fake
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+
+def tracing_fake_mode() -> FakeTensorMode:
+    """The fake tensor mode of the compilation in progress; new graph inputs must belong to it."""
+    mode = torch._guards.TracingContext.get().fake_mode
+    assert mode is not None
+    return mode
+
+
+def shapes_only() -> AbstractContextManager[Any]:
+    """Inside it new tensors have shapes and no memory, and operators on them compute shapes; on any device."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_shape(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory, as those made inside :func:`shapes_only`."""
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake tensor mode that the example values of a graph's nodes belong to."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
+
+# Renamed in PyTorch 2.13, where the older name warns.
+_hint_of = next(
+    getattr(symbolic_shapes, name) for name in ("optimization_hint", "size_hint") if hasattr(symbolic_shapes, name)
+)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as it was when the graph was captured, with no guard added; 0 for one that only the data decides."""
+    return size if isinstance(size, int) else int(_hint_of(size, fallback=0))
+
+
+def mark_graph_input(placeholder: fx.Node, name: str) -> None:
+    """AOTAutograd demands a Dynamo source of every placeholder, a different one for each."""
+    placeholder._dynamo_source = ConstantSource(source_name=name)
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """The expression by which Dynamo's guards read an input of its graph: ``L['self']._parameters['weight']``, say."""
+    return str(placeholder._dynamo_source.name)  # type: ignore[attr-defined]
+
+
+def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph whose nodes name modules of ``root``. Within a compilation it writes no code before it is
+    called, which most graphs never are: writing and compiling it takes longer than most passes."""
+    return fx._lazy_graph_module._make_graph_module(root, graph)
+
+
+def copy_capture_marks(source: fx.GraphModule, target: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> None:
+    """Copies what tells AOTAutograd that a graph came from Dynamo, which ``Graph.graph_copy`` leaves behind.
+
+    ``nodes`` maps the nodes of ``source`` to those of ``target``.
+    """
+    target.meta.update(source.meta)
+    if hasattr(source, "_param_name_to_source"):
+        target._param_name_to_source = source._param_name_to_source
+    for old, new in nodes.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+
+
+def ends_in_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo has more of the frame to capture after this graph."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or what it wraps, only has a shape: Dynamo and AOTAutograd are tracing."""
+    return _is_fake(tensor)
+
+
+def is_traced_to_operators(tensor: DTensor) -> bool:
+    """Whether AOTAutograd or torch.export is tracing, which takes a function apart, where Dynamo keeps it whole."""
+    return isinstance(tensor._local_tensor, FunctionalTensor) or get_proxy_mode() is not None
+
+
+def operators_traced_into() -> list[Any]:
+    """The higher-order operators (scan, cond) whose bodies Dynamo is tracing in this thread, the innermost first."""
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    operators = []
+    while tracer.parent is not None:
+        operators.append(tracer.source_target)
+        tracer = tracer.parent
+    return operators
+
+
+def never_start_tracing_at(*functions: Callable[..., Any]) -> None:
+    """Dynamo goes on inlining them, but compiles none of them by itself where its caller is not compiled."""
+    for function in functions:
+        torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
+def honor_torch_dispatch(subclass: type[torch.Tensor]) -> None:
+    """Lets a subclass of DTensor dispatch by its own ``__torch_dispatch__``, as PyTorch 2.12 and later do.
+
+    PyTorch 2.11 sends subclasses through DTensor's C++ path (fixed by pytorch pull request 177878), but asks the
+    registry of ``torch.library.register_torch_dispatch`` first. That holds rules for single operators; this adds
+    one for all of them.
+    """
+    if torch.__version__ >= "2.12":
+        return
+    own = vars(subclass)["__torch_dispatch__"].__func__
+    registered = GenericTorchDispatchRuleHolder.find
+
+    def find(self: GenericTorchDispatchRuleHolder, torch_dispatch_class: type) -> Callable[..., Any] | None:
+        return registered(self, torch_dispatch_class) or (own if torch_dispatch_class is subclass else None)
+
+    GenericTorchDispatchRuleHolder.find = find  # type: ignore[method-assign]
+
+
+def shows_graphs() -> bool:
+    """Whether depyf has replaced the function that :func:`show_graph` calls, by the code of its own."""
+    shown = torch._dynamo.utils.lazy_format_graph_code  # type: ignore[attr-defined]
+    return "depyf" in Path(shown.__code__.co_filename).parts
+
+
+def show_graph(name: str, gm: fx.GraphModule) -> None:
+    """Formats a graph through the function that depyf replaces, so that its dumps hold the graph too."""
+    torch._dynamo.utils.lazy_format_graph_code(name, gm)  # type: ignore[attr-defined]
