@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import vescale_compile as vc
 from vescale_compile.cost import PRESETS
+from vescale_compile.quantities import bytes_in
 from vescale_compile.simulate_command import Row
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -61,7 +62,7 @@ def main() -> int:
     cells = []
     for name in args.models:
         for world_size in args.worlds:
-            cells.append(predicted(name, world_size, args.cluster, args.seq, args.layers))
+            cells.append(predicted(name, world_size, args.cluster, args.seq, args.layers, args.budget))
             print(f"{name}, {world_size} GPUs: {cells[-1].compiling:.0f} s", file=sys.stderr, flush=True)
     print(table(cells))
     if args.json is not None:
@@ -69,8 +70,10 @@ def main() -> int:
     return 0
 
 
-def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | None) -> Cell:
-    """The step of a rank."""
+def predicted(
+    name: str, world_size: int, cluster: str, seq: int, layers: int | None, budget: int | None = None
+) -> Cell:
+    """The step of a rank, in as many bytes as ``budget``, if there is one."""
     tokens = torch.empty(1, seq, dtype=torch.int64, device="meta")
     start = time.perf_counter()
     found = vc.simulate(
@@ -79,9 +82,10 @@ def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | 
         labels=tokens,
         cluster=cluster,
         world_size=world_size,
+        memory_budget=budget,
         shard=shard,
     )
-    return Cell(name, world_size, Row.of(found, None), time.perf_counter() - start)
+    return Cell(name, world_size, Row.of(found, budget), time.perf_counter() - start)
 
 
 def build(name: str, layers: int | None, device: str = "meta") -> nn.Module:
@@ -125,10 +129,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cluster", choices=list(PRESETS), default="h100", help="(%(default)s)")
     parser.add_argument("--seq", type=count, default=8192, metavar="N", help="tokens of a sequence (%(default)s)")
     parser.add_argument("--layers", type=count, metavar="N", help="of each model (all)")
+    parser.add_argument(
+        "--budget",
+        type=_bytes,
+        metavar="SIZE",
+        help="memory of a rank, optimizer states apart, such as 72GB (what overlap is worth)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     args = parser.parse_args()
     check_folder(parser, "--json", args.json)
     return args
+
+
+def _bytes(value: str) -> int:
+    if not (nbytes := bytes_in(value)):
+        raise argparse.ArgumentTypeError(f"{value}: give bytes, or a size such as 72GB")
+    return nbytes
 
 
 def _counts(value: str) -> list[int]:
