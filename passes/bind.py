@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from ..runtime.marker import unshard_param
 from ..runtime.unshard import unshard
 from ..torch_internals.tracing import mark_graph_input
-from .context import CompileContext, GraphUnit, ParamInput, fail
+from .context import ON_SHARDS, CompileContext, GraphUnit, ParamInput, fail
 
 _Inputs = tuple[fx.Node | None, ...]  # of a unit, as GraphUnit.inputs has them
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -46,8 +46,7 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
             fail(
                 context,
                 users[0],
-                f"compiled code computes on the shards of parameter {param.name!r}. Inside compiled code read a "
-                "parameter through its module; leave what works on shards (optimizer steps, clipping) outside",
+                f"compiled code computes on the shards of parameter {param.name!r}. {ON_SHARDS}",
             )
         gm.graph.erase_node(placeholders[position])
 

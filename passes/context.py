@@ -304,6 +304,14 @@ _FOUND = tuple(
 )
 
 
+ON_SHARDS = (
+    "Inside compiled code read a parameter through its module; leave what works on shards (optimizer steps, clipping) "
+    "outside, or call it through torch.compiler.disable, as torch.compiler.disable(optimizer.step)(); and compile what "
+    "calls backward() without torch._dynamo.config.compiled_autograd"
+)
+"""Ends a message on code that can't be compiled."""
+
+
 class GraphError(RuntimeError):
     """A graph that must not run: a pass found what it can't compile, or the verifier a broken invariant."""
 

@@ -64,9 +64,7 @@ def bound(param: Tensor) -> Binding:
         raise RuntimeError(
             f"a module reads {param!r} as its parameter, but fully_shard did not make it: it was put in the "
             "parameter's place. Write new values into the parameter (param.copy_(...), load_state_dict without "
-            "assign=True), or pass full tensors to torch.func.functional_call. An optimizer's step, which works on "
-            "shards, is compiled with another backend; what calls backward() is compiled without "
-            "torch._dynamo.config.compiled_autograd"
+            "assign=True), or pass full tensors to torch.func.functional_call"
         )
     return binding
 

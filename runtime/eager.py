@@ -44,6 +44,11 @@ def gathered_once(buffers: Iterable[DBuffer]) -> Iterator[None]:
         _keep_open(buffer)
     try:
         yield
+    except RuntimeError:
+        # Autograd refuses to save what was written to, and doesn't know whose it is.
+        for buffer in _running[-1]:
+            _check_unwritten(buffer, _open[buffer])
+        raise
     finally:
         closed = [(buffer, _open.pop(buffer)) for buffer in _running.pop()]
     for buffer, gathered in closed:

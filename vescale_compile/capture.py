@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .hardware import cluster_for
 from .options import Options
-from .passes.context import CompileContext, GraphUnit, Lowering, ParamInput
+from .passes.context import ON_SHARDS, CompileContext, GraphError, GraphUnit, Lowering, ParamInput
 from .ragged.dtensor import RaggedDTensor
-from .runtime.boundary import Binding, bound
+from .runtime.boundary import Binding, binding_of, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.decisions import Trial, first_decides
+from .runtime.marker import unshard_param
 from .runtime.model import Model, beside
 from .runtime.ops import gives_float32_products
 from .runtime.unshard import ParamView
@@ -63,11 +64,26 @@ class Capture:
 
 def buffers_read(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[DBuffer, ...]:
     """Those of the sharded parameters among a graph's arguments, in the order in which the graph reads them."""
-    return tuple(_by_buffer(gm, _bindings(example_inputs)))
+    return tuple(_by_buffer(gm, _bindings(gm, example_inputs)))
 
 
-def _bindings(example_inputs: Sequence[Any]) -> dict[int, Binding]:
-    return {i: bound(value) for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
+def _bindings(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, Binding]:
+    """By position, of the sharded parameters among the arguments.
+
+    Raises:
+        GraphError: another sharded tensor is among them, a gradient, say.
+        RuntimeError: so is one in the place of a parameter that a module reads.
+    """
+    sharded = {i: value for i, value in enumerate(example_inputs) if isinstance(value, RaggedDTensor)}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for position, value in sharded.items():
+        users = placeholders[position].users
+        if binding_of(value) is None and not any(user.target is unshard_param for user in users):
+            raise GraphError(
+                f"[rank {dist.get_rank()}] compiled code computes on a sharded tensor, {placeholders[position].name} "
+                f"of shape {tuple(value.shape)}, that is no parameter. {ON_SHARDS}"
+            )
+    return {i: bound(value) for i, value in sharded.items()}
 
 
 def _by_buffer(gm: fx.GraphModule, bindings: dict[int, Binding]) -> dict[DBuffer, list[int]]:
@@ -86,7 +102,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
     Raises:
         ValueError: the cluster of ``options`` can't be read on this rank, or is of another number of ranks.
     """
-    bindings = _bindings(example_inputs)
+    bindings = _bindings(gm, example_inputs)
     positions = _by_buffer(gm, bindings)
     units = tuple(
         CapturedUnit(

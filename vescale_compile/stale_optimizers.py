@@ -1,5 +1,6 @@
 """Refuses steps that would change nothing: of optimizers that were built before ``fully_shard``, whose parameters no
-module reads, and of those whose gradients ``no_sync`` holds back, all of them."""
+module reads, and of those whose gradients ``no_sync`` holds back, all of them. And those of torchao's optimizers, which
+make states by ``DTensor.from_local`` and would fail in Dynamo's words: it knows no RaggedShard."""
 
 from __future__ import annotations
 
@@ -27,6 +28,11 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise RuntimeError(
             f"[rank {dist.get_rank()}] {type(optimizer).__name__}: {len(stale)} of its {len(params)} parameters were "
             "replaced by sharded ones, so its steps would change nothing. Build the optimizer after fully_shard."
+        )
+    if type(optimizer).__module__.startswith("torchao.") and any(binding_of(param) is not None for param in params):
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] {type(optimizer).__name__} of torchao makes states that know no RaggedShard, of "
+            "parameters that are sharded by it. Use vescale_compile.optim.AdamW8bit"
         )
     if kwargs.get("closure") is not None or any(map(callable, args[1:])):
         return  # which computes gradients yet

@@ -14,7 +14,7 @@ from gpus import at_once
 from torch import Tensor, nn
 
 import vescale_compile as vc
-from vescale_compile.cost import PRESETS
+from vescale_compile.cost import PRESETS, Cluster
 from vescale_compile.examples.llama import Llama, LlamaConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -172,12 +172,14 @@ def gentle_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return sgd(params, lr=1e-2)
 
 
-def sharded(model: Model, *, compile: str | None = "eager", **shard_options: Any) -> tuple[nn.Module, nn.Module]:
+def sharded(
+    model: Model, *, compile: str | None = "eager", cluster: Cluster | None = None, **shard_options: Any
+) -> tuple[nn.Module, nn.Module]:
     """The sharded model, and what to call: compiled with the lowering named, or the model itself."""
     built = vc.fully_shard(build(model), **shard_options)
     if compile is None:
         return built, built
-    return built, torch.compile(built, backend="vescale", options={"lowering": compile})
+    return built, torch.compile(built, backend="vescale", options={"lowering": compile, "cluster": cluster})
 
 
 def assert_gradients_of(model: nn.Module, reference: nn.Module, *, atol: float) -> None:

@@ -380,6 +380,18 @@ def test_an_optimizer_built_before_is_refused_at_its_first_step():
         optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@on_ranks(2)
+def test_an_optimizer_of_torchao_is_refused_at_its_first_step(name):
+    import torchao.optim
+
+    model = vc.fully_shard(nn.Linear(256, 64))
+    optimizer = getattr(torchao.optim, name)(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"rank \d\] {name} of torchao .*vescale_compile\.optim\.AdamW8bit"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_a_state_dict_with_the_parameters_themselves_can_be_saved(tmp_path):
     model = vc.fully_shard(models.build(models.Uneven))

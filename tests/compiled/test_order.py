@@ -179,7 +179,7 @@ class Growing(nn.Module):
 @on_ranks(2)
 def test_what_kernels_compute_from_a_parameter_anew_they_compute_before_its_slot_is_given_away(program):
     torch._dynamo.reset()
-    model, call = models.sharded(program, compile="inductor")
+    model, call = models.sharded(program, compile="inductor", cluster=models.SLOW_WIRE)
     reference = models.build(program)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(call(x), reference(x))
@@ -194,7 +194,7 @@ def test_code_that_reads_a_slot_too_late_is_refused(monkeypatch):
     monkeypatch.setattr(inductor_order, "written_by", lambda node: [])
     torch._dynamo.reset()
     with fake_world(2):
-        model = torch.compile(vc.fully_shard(Normalized()), backend="vescale")
+        model = torch.compile(vc.fully_shard(Normalized()), backend="vescale", options={"cluster": models.SLOW_WIRE})
         with torch.no_grad(), pytest.raises(Exception, match=r"Inductor would have .* read slot_"):
             code_written_for(lambda: model(torch.ones(16, 8)))
 
@@ -204,7 +204,7 @@ def test_code_that_reads_a_slot_when_another_has_some_of_its_memory_is_refused(m
     monkeypatch.setattr(order, "sharing_memory", lambda graph: {slot: (slot,) for slot in graph.nodes})
     torch._dynamo.reset()
     with fake_world(2):
-        model = torch.compile(vc.fully_shard(Growing()), backend="vescale")
+        model = torch.compile(vc.fully_shard(Growing()), backend="vescale", options={"cluster": models.SLOW_WIRE})
         with torch.no_grad(), pytest.raises(Exception, match=r"Inductor would have .* read slot_"):
             code_written_for(lambda: model(torch.ones(16, 8)))
 

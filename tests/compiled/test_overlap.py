@@ -135,7 +135,7 @@ def test_where_the_slots_of_what_overlaps_do_not_fit_nothing_overlaps():
         assert explained(OneLarge, cluster=models.SLOW_WIRE, memory_budget=budget).peak_bytes <= budget
     with exchanging_world(2), mock.patch.object(fitting, "find_schedule", too_large):  # nothing is decided yet
         overlapping = mock.patch.object(overlap, "synchronous_schedule", too_large)
-        with overlapping, pytest.raises(Exception, match=r"a step takes .* with its slots"):
+        with overlapping, pytest.raises(Exception, match="even a schedule that overlaps nothing needs"):
             explained(OneLarge, cluster=models.SLOW_WIRE, memory_budget=budget)
 
 

@@ -109,7 +109,7 @@ class Halved(nn.Module):
 @on_ranks(2)
 def test_kernels_read_the_parameters_that_the_program_reads(program, shape):
     torch._dynamo.reset()
-    model, call = models.sharded(program, compile="inductor")
+    model, call = models.sharded(program, compile="inductor", cluster=models.SLOW_WIRE)
     reference = models.build(program)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     loss, expected = call(x), reference(x)
@@ -123,6 +123,6 @@ def test_kernels_that_would_read_something_else_are_refused(monkeypatch):
     monkeypatch.setattr(backend, "reads_known_by_their_writes", contextlib.nullcontext)
     torch._dynamo.reset()
     with fake_world(2):
-        model = torch.compile(vc.fully_shard(Gated()), backend="vescale")
+        model = torch.compile(vc.fully_shard(Gated()), backend="vescale", options={"cluster": models.SLOW_WIRE})
         with pytest.raises(Exception, match=r"read (slot_|buf)\d+ while it does not hold"):
             code_written_for(lambda: model(torch.ones(8, 16)).backward())

@@ -7,6 +7,7 @@ import torch
 from cases import shard
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale_compile.ragged.dtensor import RaggedDTensor
@@ -135,6 +136,34 @@ def test_the_error_is_a_not_implemented_error() -> None:
 def test_where_whole_tensors_are_placed_is_said_in_full():
     with pytest.raises(RaggedShardError, match=r"vescale_compile\.ragged\.redistribute\.distribute_ragged places"):
         shard(torch.ones(4, 3), LAYOUT) + torch.ones(4, 3)
+
+
+@on_ranks(2)
+def test_what_libraries_make_of_a_shards_layout_by_pytorchs_own_function_can_be_copied_from():
+    """Of this rank's run; or of the whole, by those that cut by PyTorch's own placements alone."""
+    whole = torch.arange(12.0).reshape(4, 3)
+    source = shard(whole, LAYOUT)
+    for local in (source.to_local(), whole):
+        target = shard(torch.zeros(4, 3), LAYOUT)
+        target.copy_(plain(local, source))
+        assert torch.equal(target.full_tensor(), whole)
+    with pytest.raises(RaggedShardError, match=r"of shape \(5,\), is neither this rank's run nor the whole"):
+        target.copy_(plain(torch.zeros(5), source))
+    elsewhere = shard(whole, RaggedShard((0,), (2, 2)))
+    with pytest.raises(RaggedShardError, match="to_ragged places it alike"):
+        target.copy_(plain(elsewhere.to_local(), elsewhere))
+
+
+@on_ranks(2)
+def test_what_else_they_do_with_it_is_refused():
+    source = shard(torch.ones(4, 3), LAYOUT)
+    with pytest.raises(RaggedShardError, match=r"a plain DTensor under RaggedShard.*RaggedDTensor\.from_local"):
+        source.add_(plain(source.to_local(), source))
+
+
+def plain(local: torch.Tensor, like: RaggedDTensor) -> DTensor:
+    layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return DTensor.from_local(local, like.device_mesh, like.placements, **layout)
 
 
 @on_ranks(2)

@@ -216,14 +216,28 @@ def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     if isinstance(source, RaggedDTensor) or source.ndim == 0:
         return _elementwise(func, args, kwargs)
     if isinstance(source, DTensor):
-        refuse(
-            func,
-            target,
-            f"the source is placed by {source.placements}; vescale_compile.ragged.redistribute."
-            f"to_ragged places it alike",
-        )
-    func(target._local_tensor, my_slice(source.expand(target.shape), target), *rest, **kwargs)
+        local = _local_of_plain(func, target, source)
+    else:
+        local = my_slice(source.expand(target.shape), target)
+    func(target._local_tensor, local, *rest, **kwargs)
     return target
+
+
+def _local_of_plain(func: OpOverload, target: RaggedDTensor, source: DTensor) -> torch.Tensor:
+    """This rank's elements of what ``DTensor.from_local`` has made of a RaggedDTensor's mesh and placement.
+
+    Of libraries that cut a whole tensor by that placement, those that know PyTorch's own alone leave it whole.
+    """
+    if not same_layout(target, source):
+        remedy = "vescale_compile.ragged.redistribute.to_ragged places it alike"
+        refuse(func, target, f"the source is placed by {source.placements}; {remedy}")
+    local = source._local_tensor
+    if local.shape == target._local_tensor.shape:
+        return local
+    if local.shape != target.shape:
+        shape = tuple(local.shape)
+        refuse(func, target, f"the source's local tensor, of shape {shape}, is neither this rank's run nor the whole")
+    return my_slice(local, target)
 
 
 def _write_where(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
