@@ -154,8 +154,11 @@ def test_options_that_make_no_sense_are_refused(capsys, arguments, problem):
     assert status == 2 and problem in err
 
 
+SMALL = {"cpu": (1 << 14, 1 << 16)}
+
+
 def measuring_few_times(arguments: tuple[str, ...]) -> int:
-    with mock.patch.multiple(calibrate_collectives, _SECONDS=0.05, _BATCHES=1):
+    with mock.patch.multiple(calibrate_collectives, _COLLECTIVE_BYTES=SMALL, _MOST=5, _BATCHES=1):
         return main(arguments)
 
 

@@ -111,7 +111,7 @@ def test_a_model_is_cut_as_for_the_devices_that_it_is_simulated_on():
 
 
 def test_no_step_takes_less_than_the_bound_and_one_whose_units_are_alike_hardly_more():
-    config = LlamaConfig(layers=6, dim=512, heads=8, kv_heads=4)
+    config = LlamaConfig(layers=4, dim=512, heads=8, kv_heads=4)
     tokens = torch.empty(1, 1024, dtype=torch.int64, device="meta")
     for cluster in (AT_ONCE, replace(AT_ONCE, within=replace(H100.within, bandwidth=2e9))):
         with torch.device("meta"):
@@ -121,7 +121,7 @@ def test_no_step_takes_less_than_the_bound_and_one_whose_units_are_alike_hardly_
 
 def test_a_budget_that_the_usual_schedule_fits_in_makes_no_step_slower():
     """What is kept for the backward leaves room to gather ahead, or is not kept."""
-    config = LlamaConfig(layers=4, dim=512, heads=8, kv_heads=4)
+    config = LlamaConfig(layers=3, dim=512, heads=8, kv_heads=4)
     tokens = torch.empty(1, 1024, dtype=torch.int64, device="meta")
 
     def within(budget: int | None) -> Simulation:

@@ -109,7 +109,7 @@ class LargeEnds(nn.Module):
         super().__init__()
         self.table = nn.Embedding(512, 32)
         sizes = [(32, 32), (32,), (32, 32)]
-        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 6 for size in sizes]) for _ in range(8))
+        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 6 for size in sizes]) for _ in range(4))
         self.head = nn.Linear(32, 512)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -80,7 +80,9 @@ def test_uneven_sizes_on_more_ranks_are_within_rounding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "reference"), [("llama", "inductor"), ("hf_gpt_oss_of_one_layer", "aot_eager")])
+@pytest.mark.parametrize(
+    ("name", "reference"), [("one_layer_llama", "inductor"), ("hf_gpt_oss_of_one_layer", "aot_eager")]
+)
 @on_ranks(2, deadline_s=300)
 def test_inductor_lowering_is_within_rounding_of_the_unsharded_model(name, reference):
     loss, params = compare(name, "inductor", reference, 64, steps=3)

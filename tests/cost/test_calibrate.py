@@ -99,9 +99,7 @@ def test_without_a_process_group_the_device_alone_is_measured() -> None:
 
 def measured() -> Calibration:
     """Of small messages, few times."""
-    with mock.patch.multiple(
-        module, _COLLECTIVE_BYTES={"cpu": (1 << 14, 1 << 16)}, _BATCH_BYTES=1 << 18, _SECONDS=0.05
-    ):
+    with mock.patch.multiple(module, _COLLECTIVE_BYTES={"cpu": (1 << 14, 1 << 16)}, _BATCH_BYTES=1 << 18, _MOST=5):
         return calibrate(dtypes=[torch.float32])
 
 

@@ -241,13 +241,13 @@ def test_small_transfers_share_collectives_where_the_host_takes_longest() -> Non
 
 
 def test_small_transfers_share_collectives_where_the_host_is_not_done_before_the_device() -> None:
-    plain = layers(12, gather=0.1, compute=2.0, size=1)
+    plain = layers(8, gather=0.1, compute=2.0, size=1)
     calls = tuple(
         replace(transfer, call=1.0, merge=None if transfer.writers else "gathers") for transfer in plain.transfers
     )
-    done, behind = (find_schedule(replace(plain, transfers=calls, after=after)) for after in (0.0, 60.0))
+    done, behind = (find_schedule(replace(plain, transfers=calls, after=after)) for after in (0.0, 40.0))
     assert [max(map(len, launches(found.schedule))) > 2 for found in (done, behind)] == [False, True]
-    assert behind.timeline.issued < done.timeline.issued + 60.0
+    assert behind.timeline.issued < done.timeline.issued + 40.0
 
 
 def _unmergeable(transfer: Transfer) -> Transfer:
