@@ -25,7 +25,6 @@ import itertools
 import os
 import pickle
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -58,19 +57,6 @@ gc.set_threshold(20_000)
 torch._dynamo.config.run_gc_after_compile = False
 # Nor is there anything to learn from how long guards take, which Dynamo times with the CPU's caches emptied.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-
-
-def _link_quickly() -> None:
-    """Linking a C++ kernel against PyTorch takes a third of the time of its compilation, and a third of that with gold,
-    where it is installed. g++ looks for a linker in COMPILER_PATH first. Kernels compute the same with either one."""
-    if "COMPILER_PATH" not in os.environ and (gold := shutil.which("ld.gold")):
-        folder = tempfile.mkdtemp(prefix="linker-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        Path(folder, "ld").symlink_to(gold)
-        os.environ["COMPILER_PATH"] = folder
-
-
-_link_quickly()  # of ranks and of commands, too, which inherit it
 
 # One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
 # seconds.
