@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import vescale_compile as vc
 from vescale_compile.cost import PRESETS
-from vescale_compile.quantities import bytes_in
-from vescale_compile.simulate_command import Row
+from vescale_compile.simulate_command import Row, read_budget
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-70b": {
@@ -131,20 +130,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=count, metavar="N", help="of each model (all)")
     parser.add_argument(
         "--budget",
-        type=_bytes,
         metavar="SIZE",
         help="memory of a rank, optimizer states apart, such as 72GB (what overlap is worth)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     args = parser.parse_args()
+    try:
+        args.budget = read_budget(args.budget)
+    except ValueError as error:
+        parser.error(str(error))
     check_folder(parser, "--json", args.json)
     return args
-
-
-def _bytes(value: str) -> int:
-    if not (nbytes := bytes_in(value)):
-        raise argparse.ArgumentTypeError(f"{value}: give bytes, or a size such as 72GB")
-    return nbytes
 
 
 def _counts(value: str) -> list[int]:

@@ -100,19 +100,16 @@ def is_replicated(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-PLAIN = (
-    "the other tensor is a plain DTensor under RaggedShard, which no operator of PyTorch knows: make it by "
-    "RaggedDTensor.from_local, or by torch.zeros_like and its kin, instead of DTensor.from_local"
-)
-
-
 def scalar_operand(func: OpOverload, like: RaggedDTensor, value: torch.Tensor) -> torch.Tensor:
     """A tensor not distributed like `like`, as an operand for its local: only a single number can be."""
     if isinstance(value, DTensor):
         if value.ndim != 0 or not is_replicated(value):
-            alike = same_layout(like, value)
-            reason = PLAIN if alike else f"the other tensor is {value!r}, not placed as this one; redistribute it"
-            refuse(func, like, reason)
+            if same_layout(like, value):
+                remedy = "make it by RaggedDTensor.from_local, or by torch.zeros_like and its kin"
+                refuse(
+                    func, like, f"the other tensor is a plain DTensor under RaggedShard, not a RaggedDTensor; {remedy}"
+                )
+            refuse(func, like, f"the other tensor is {value!r}, not placed as this one; redistribute it")
         return value._local_tensor
     if value.ndim != 0:
         reason = f"the other tensor is a plain one of shape {tuple(value.shape)}; only 0-dim ones mix with shards"

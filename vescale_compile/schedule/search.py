@@ -17,7 +17,7 @@ from vescale_compile.schedule.bound import lower_bound
 from vescale_compile.schedule.budget import check_budget, least_peak
 from vescale_compile.schedule.coarsen import CoarseGraph, coarsen
 from vescale_compile.schedule.graph import Bytes, TaskGraph
-from vescale_compile.schedule.jobs import Grouping, most_frugal, synchronous
+from vescale_compile.schedule.jobs import Group, Grouping, most_frugal, synchronous
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.listing import Frame, list_schedule
 from vescale_compile.schedule.machine import Machine
@@ -169,13 +169,23 @@ class _Search:
         """Has neighbours share collectives: of all classes of transfers or of one, and then of each class otherwise."""
         lifetimes = self.best.lifetimes
         lines = mergeable(self.graph, lifetimes.kept)
-        choices = [lines, *([line] for line in lines)] if len(lines) > 1 else [lines]
-        for cut, chosen in itertools.product(CUTS, choices if lines else ()):
-            self._try_all(lifetimes, [group for line in chosen for group in cut.of(self.graph, line)])
-        for line in lines if len(lines) > 1 else ():
-            others = [job.transfers for job in self.frame.jobs if job.transfers[0] not in line]
-            for cut in CUTS:
-                self._try_all(lifetimes, [*others, *cut.of(self.graph, line)])
+        cut = [[each.of(self.graph, line) for each in CUTS] for line in lines]
+        tried: set[frozenset[Group]] = set()  # of a short line, many cuts are one
+
+        def attempt(groups: Sequence[Group]) -> None:
+            if (key := frozenset(groups)) not in tried:
+                tried.add(key)
+                self._try_all(lifetimes, groups)
+
+        for alike in zip(*cut, strict=True):
+            attempt([*itertools.chain.from_iterable(alike)])
+            for groups in alike:
+                attempt(groups)
+        if len(lines) > 1:
+            for line, ways in zip(lines, cut, strict=True):
+                others = [job.transfers for job in self.frame.jobs if job.transfers[0] not in line]
+                for groups in ways:
+                    attempt([*others, *groups])
 
     def _trade(self) -> None:
         """Gives each memory in turn what the other one leaves, while that helps."""

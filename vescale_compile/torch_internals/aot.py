@@ -39,8 +39,6 @@ def aot_compile(
 
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
-
-
 Cut = Callable[[fx.GraphModule], Halves]
 
 
@@ -74,11 +72,7 @@ class WrappedPartitioner(CustomPartitionerFn):
 
 # What the partitioner has call operators that draw random numbers, where they run a second time.
 SAVES_RNG_STATE = rng_prims.run_and_save_rng_state
-
-
 RESTORES_RNG_STATE = rng_prims.run_with_rng_state
-
-
 RESTORES_RNG_STATE_IN_PLACE = rng_prims.graphsafe_run_with_rng_state
 
 

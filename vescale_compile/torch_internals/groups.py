@@ -25,8 +25,6 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 # Renamed in PyTorch 2.13, where the older names warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
