@@ -30,15 +30,15 @@ def decoded(quantizer: Quantizer, codes: Tensor, stored: Tensor) -> Tensor:
 def uniform_at(places: Tensor, key: Key) -> Tensor:
     """A number in [0, 1) for each place and key, float32, as if drawn at random.
 
-    Twice a multiply-xorshift hash of 32 bits, in int32, of which vectors hold twice as many as of int64: products wrap
-    around, and a right shift is masked to bring no sign.
+    A hash of 32 bits, triple32 of C. Wellons' hash-prospector: into its first round goes one half of the key, into the
+    three that follow the other and the high half of a place. In int32, of which vectors hold twice as many as of int64:
+    products wrap around, and a right shift is masked to bring no sign. Inductor writes out twice what is used twice, so
+    with each round more it takes twice as long.
     """
-    word = _mixed(places.to(torch.int32) ^ key[0].to(torch.int32))
-    word = _mixed(word + (places >> 32).to(torch.int32) ^ key[1].to(torch.int32))
+    word = places.to(torch.int32) ^ key[0].to(torch.int32)
+    word = (word ^ (word >> 17 & 0x7FFF)) * (0xED5AD4BB - (1 << 32))
+    word = word + ((places >> 32).to(torch.int32) ^ key[1].to(torch.int32))
+    word = (word ^ (word >> 11 & 0x1FFFFF)) * (0xAC4C1B51 - (1 << 32))
+    word = (word ^ (word >> 15 & 0x1FFFF)) * 0x31848BAB
+    word = word ^ (word >> 14 & 0x3FFFF)
     return (word >> 8 & 0xFFFFFF).float() * 2.0**-24
-
-
-def _mixed(word: Tensor) -> Tensor:
-    word = (word ^ (word >> 16 & 0xFFFF)) * 0x21F0AAAD
-    word = (word ^ (word >> 15 & 0x1FFFF)) * 0x735A2D97
-    return word ^ (word >> 15 & 0x1FFFF)

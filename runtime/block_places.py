@@ -152,8 +152,10 @@ def _strips(
 
     blocks = min(range(1, max(1, most) + 1), key=work)
     tables = [_strips_in(r, min(r.h, tile[0]), blocks, packing.quantizer.scale_bytes) for r in rectangles]
-    none = torch.empty(7, 0, dtype=torch.int64)
-    return Strips(torch.cat([none, *tables], 1).to(device), blocks, tile)
+    table = torch.cat([torch.empty(7, 0, dtype=torch.int64), *tables], 1)
+    if table.shape[1] == 1:
+        table = table.repeat(1, 2)  # computed twice: a kernel for any number serves from two on
+    return Strips(table.to(device), blocks, tile)
 
 
 def _strips_in(r: Rectangle, height: int, blocks: int, scale_bytes: int) -> Tensor:

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from .block_arithmetic import decoded, encoded, uniform_at
 from .block_places import Rectangle, full_width_strips_of, lines_of, others_of, rectangles_of
@@ -45,9 +44,7 @@ def quantize_into(
         key: of stochastic rounding; None rounds to the nearest.
     """
     device = source.device
-    # As memory of its own, which it is: compiled code would not write to two views of one storage in one kernel.
-    with torch.cuda.device_of(packed):  # on another GPU than the current one it is refused; on a CPU nothing happens
-        stored = _stored_scales(from_dlpack(packed), packing.quantizer)
+    stored = _stored_scales(packed, packing.quantizer)
     strips_in_lines = full_width_strips_of  # whole blocks together, whose maxima are sought
     run_on_strips(quantize_strips, kernels, strips_in_lines, packing, rank, (key,), (source, packed), (stored,))
     for r in _without_strips(packing, rank, device, kernels):

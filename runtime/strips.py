@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
+from ..torch_internals.autograd import below_autograd
 from ..torch_internals.inductor import rounds_as_operators
 from .block_arithmetic import decoded, encoded, uniform_at
 from .block_places import Strips, strips_of
@@ -51,12 +53,13 @@ def run_on_strips(
     strips = packing.table(strips_in_lines if in_lines else strips_of, rank, flats[0].device)
     if not strips.table.numel():
         return
+    flats, stored = _as_own_memory(flats), _as_own_memory(stored)
     if in_lines:
         flats = [_lines(flat, strips.tile[1]) for flat in flats]
     for tensor, dim in ((strips.table, 1), *((flat, 0) for flat in (*flats, *stored))):
         if tensor.shape[dim] > 1:
             torch._dynamo.mark_dynamic(tensor, dim)
-    with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
+    with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS), below_autograd():
         compiled = _compiled(flats[0].device.type, function, packing.quantizer, strips.tile, strips.blocks)
         compiled(strips.table, *rest, *flats, *stored)
 
@@ -74,9 +77,21 @@ def _compiled(device: str, function: Callable[..., Any], *bound: object) -> Call
     return torch.compile(functools.partial(function, *bound), fullgraph=True, options=options)
 
 
+def _as_own_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory as if each tensor were alone in its own.
+
+    Compiled code would not write to two views of one storage in one kernel, and is compiled again for a view that
+    begins elsewhere.
+    """
+    with torch.cuda.device_of(
+        tensors[0]
+    ):  # on another GPU than the current one it is refused; on a CPU nothing happens
+        return [from_dlpack(tensor.detach()) for tensor in tensors]
+
+
 def _lines(flat: Tensor, w: int) -> Tensor:
     """View of all lines of ``w`` elements, from wherever they begin: what a line is read from by its first element."""
-    return flat.as_strided((flat.numel() - w + 1, w), (1, 1), flat.storage_offset())
+    return flat.as_strided((flat.numel() - w + 1, w), (1, 1))
 
 
 class _Places(NamedTuple):

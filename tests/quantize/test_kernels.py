@@ -3,19 +3,23 @@
 import functools
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from test_formats import example
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import vescale_compile as vc
 from vescale_compile.quantize import BlockQuantizer
+from vescale_compile.runtime.block_arithmetic import uniform_at
 from vescale_compile.runtime.block_places import full_width_strips_of
 from vescale_compile.runtime.packing import Packing
 from vescale_compile.runtime.quantizing import average_into, dequantize_into, quantize_into
 from vescale_compile.runtime.strips import Kernels
+from vescale_compile.torch_internals.autograd import below_autograd
 
 WORLD = 2
 MANY = 11  # ranks, over which a kernel loops
@@ -118,6 +122,23 @@ def reduced(world: int, kernels: Kernels) -> list[Tensor]:
 
 
 @pytest.mark.slow
+def test_one_kernel_serves_buffers_wherever_they_begin_and_whoever_calls_it():
+    """Of one strip or of several, from a parameter that records gradients, inside of operators and outside."""
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    for rows in (4, 12):
+        packing = Packing(f"{rows} rows", vc.BlockFP8((4, 16)), 1, 64 * rows, [(0, (rows, 64))], torch.float32)
+        source = nn.Parameter(torch.ones(16 + packing.shard_numel))
+        packed = torch.zeros(2 * packing.nbytes, dtype=torch.uint8)
+        for start in (0, 16):
+            for context in (nullcontext(), below_autograd()):
+                own, place = source[start:][: packing.shard_numel], packed[start:][: packing.nbytes]
+                with torch.no_grad(), context:
+                    quantize_into(packing, None, own, place, Kernels.LINES)
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", COMPILED)
 @pytest.mark.parametrize("world", [3, MANY])
 def test_compiled_kernels_round_and_average_alike(world, kernels):
@@ -156,6 +177,29 @@ def test_blocks_of_full_width_are_not_computed_operator_by_operator(kernels, eag
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         quantize_into(packing, None, source, packed, kernels)
     assert ("aten::amax" in {event.key for event in profile.key_averages()}) == eagerly
+
+
+def rounding(places: Tensor, keys: int) -> Tensor:
+    """What is added at each place before rounding down, of 64 bits; [keys, places], from -1/2 to 1/2."""
+    words = torch.randint(1 << 32, (keys, 2), generator=torch.Generator().manual_seed(0))
+    return torch.stack([uniform_at(places, (first, second)) for first, second in words]).double() - 0.5
+
+
+@pytest.mark.parametrize("apart", [1, 2, 64, 4096, 1 << 17, 1 << 31, 1 << 32, 1 << 40])
+def test_places_round_independently(apart):
+    """Of neighbours in a line, and of those in a column of a matrix of some width."""
+    places = torch.arange(1 << 18)
+    correlation = 12 * (rounding(places, 20) * rounding(places + apart, 20)).mean(1)
+    assert correlation.abs().max() < 5 / math.sqrt(len(places))
+
+
+def test_steps_round_independently():
+    numbers = rounding(torch.arange(1 << 16), 40)
+    correlations = 12 * (numbers @ numbers.T) / numbers.shape[1] - torch.eye(40)
+    assert correlations.triu(1).abs().max() < 5 / math.sqrt(numbers.shape[1])
+    places = torch.tensor([0, 1, 4096, 1 << 31, 1 << 32, (1 << 32) + 1])
+    of_places = rounding(places, 20_000)
+    assert torch.corrcoef(of_places.T).triu(1).abs().max() < 5 / math.sqrt(len(of_places))
 
 
 def test_a_strip_of_lines_holds_as_many_blocks_as_waste_the_least():

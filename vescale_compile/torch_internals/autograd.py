@@ -23,6 +23,12 @@ def outside_tracing() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def below_autograd() -> AbstractContextManager[Any]:
+    """Autograd sees nothing of what runs in it. Dynamo guards what tensors would be dispatched to, so what is compiled
+    in it is compiled once, wherever it is entered from."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
 def profiled_to_the_end(device: torch.device) -> bool:
     """Whether a collective launched now must be waited for before the profiler stops: gloo's call back into the
     profiler that has seen them begin when they are waited for, and crash if it is gone.
