@@ -40,6 +40,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from linking import link_quickly
 
 from vescale_compile.frames import roomy
 
@@ -57,6 +58,8 @@ gc.set_threshold(20_000)
 torch._dynamo.config.run_gc_after_compile = False
 # Nor is there anything to learn from how long guards take, which Dynamo times with the CPU's caches emptied.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
+link_quickly()
 
 # One server process imports torch; ranks are forked from it, which takes milliseconds where an import takes
 # seconds.
