@@ -83,9 +83,8 @@ def _as_own_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     Compiled code would not write to two views of one storage in one kernel, and is compiled again for a view that
     begins elsewhere.
     """
-    with torch.cuda.device_of(
-        tensors[0]
-    ):  # on another GPU than the current one it is refused; on a CPU nothing happens
+    # On another GPU than the current one it is refused; on a CPU nothing happens.
+    with torch.cuda.device_of(tensors[0]):
         return [from_dlpack(tensor.detach()) for tensor in tensors]
 
 
