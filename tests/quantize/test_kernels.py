@@ -180,7 +180,7 @@ def test_blocks_of_full_width_are_not_computed_operator_by_operator(kernels, eag
 
 
 def rounding(places: Tensor, keys: int) -> Tensor:
-    """What is added at each place before rounding down, of 64 bits; [keys, places], from -1/2 to 1/2."""
+    """What decides at each place whether it is rounded up, from -1/2 to 1/2; [keys, places], float64."""
     words = torch.randint(1 << 32, (keys, 2), generator=torch.Generator().manual_seed(0))
     return torch.stack([uniform_at(places, (first, second)) for first, second in words]).double() - 0.5
 
