@@ -56,13 +56,15 @@ class ReferenceShampoo:
         self.weights = [full.double() for full in fulls]
         self.options = {"betas": (0.9, 0.999), "eps": 1e-8, "ridge": 1e-5, "frequency": 10, "grafting": "adam"}
         self.options |= {"lr": 1e-3, "weight_decay": 0.01, **options}
-        self.block, ordinal = block, 0
-        self.blocks: list[list[ReferenceBlock]] = []
-        for weight in self.weights:
-            blocks = [ReferenceBlock(view, 0) for view in self.cut(weight)]
-            for each in blocks:
-                each.first, ordinal = 1 + ordinal % self.options["frequency"], ordinal + 1
-            self.blocks.append(blocks)
+        self.block = block
+        self.blocks = [[ReferenceBlock(view, 0) for view in self.cut(weight)] for weight in self.weights]
+        self.take_turns()
+
+    def take_turns(self) -> None:
+        """By ``frequency``: the costliest first, each round of turns one step later than the last."""
+        blocks, frequency = [each for blocks in self.blocks for each in blocks], self.options["frequency"]
+        for turn, each in enumerate(sorted(blocks, key=lambda each: -sum(size**3 for size in each.weight.shape))):
+            each.first = 1 + (turn + turn // frequency) % frequency
 
     def cut(self, tensor: Tensor) -> list[Tensor]:
         matrices = tensor if tensor.ndim == 3 else tensor[None]

@@ -21,6 +21,7 @@ from .layouts import Layout, layout_of, new_state
 from .matrix_optimizer import MatrixOptimizer, Members, members_of
 from .shampoo_blocks import BlockGrid, block_counts, own_blocks
 from .shampoo_step import BlockedShard, Renewed, renewed_factors, step_blocks
+from .shampoo_turns import Turns, turns_of
 from .units import describe, local_elements, local_grad, rank_prefix
 
 _BLOCK = 1024
@@ -57,9 +58,9 @@ class Shampoo(MatrixOptimizer):
     A block is whole on the rank that holds it, if the model was sharded with ``granularity=Shampoo.granularity``. So a
     step computes every block on one rank and communicates only a small all-reduce at its start (two with hybrid
     sharding), which compares the ranks' gradients. Inverse roots are computed by eigendecomposition every
-    ``frequency`` steps, but not of all blocks in the same one: ranks and steps get equal shares. Until its first roots
-    a block steps as grafting alone says (``"adam"``: as AdamW). Given the same gradients, weights are equal bit for bit
-    on any number of ranks.
+    ``frequency`` steps, but not of all blocks in the same one: they take turns by what they cost, so that steps take
+    about as long. Until its first roots a block steps as grafting alone says (``"adam"``: as AdamW). Given the same
+    gradients, weights are equal bit for bit on any number of ranks.
 
     Groups are as those of :class:`~vescale_compile.optim.muon.Muon`, with ``"shampoo"`` for its ``"muon"``.
 
@@ -194,12 +195,13 @@ class Shampoo(MatrixOptimizer):
 
     def _begin(self, ready: Members, check: Callable[[AbstractSet[Tensor]], None]) -> Callable[[], None]:
         gradients = {param for param, _ in ready}
-        steps, before = [], 0  # blocks of the parameters that come first, with a gradient or without
-        for _, param, group in members_of(self.param_groups):
-            if group["algorithm"] == self.algorithm:
-                if param in gradients:
-                    steps.append(self._matrix_step(param, group, before))
-                before += self._grid(param).count
+        groups = {p: group for _, p, group in members_of(self.param_groups) if group["algorithm"] == self.algorithm}
+        turns = turns_of([self._grid(param) for param in groups])  # of those without a gradient, too
+        steps = [
+            self._matrix_step(param, group, its_turns)
+            for (param, group), its_turns in zip(groups.items(), turns, strict=True)
+            if param in gradients
+        ]
         check({step.param for step in steps if step.renewed is None})
 
         def finish() -> None:
@@ -208,7 +210,7 @@ class Shampoo(MatrixOptimizer):
 
         return finish
 
-    def _matrix_step(self, param: Tensor, group: dict[str, Any], before: int) -> _MatrixStep:
+    def _matrix_step(self, param: Tensor, group: dict[str, Any], turns: Turns) -> _MatrixStep:
         """What changes nothing of a parameter's step: its views, and the roots that are due."""
         state = self.state.get(param) or new_state(param, self._layouts(param))
         grid = self._grid(param)
@@ -228,7 +230,7 @@ class Shampoo(MatrixOptimizer):
             left_root=left_root,
             right_root=local_elements(state["right_root"]).view(-1, right, right),
             blocks=blocks,
-            first_due=[1 + (before + block.index) % group["frequency"] for block in blocks],
+            first_due=[turns.first_due(block, group["frequency"]) for block in blocks],
             rooted=self._rooted[param],
         )
         try:

@@ -71,6 +71,12 @@ class BlockGrid:
             return None
         return (matrix * self.down + row // self.size) * self.across
 
+    def all_blocks(self) -> list[Block]:
+        """In order, as a rank has them that holds the whole parameter."""
+        blocks = self.held(0, math.prod(self.shape))
+        assert blocks is not None
+        return blocks
+
     def held(self, start: int, stop: int) -> list[Block] | None:
         """The blocks in the elements [start, stop) of the flattened parameter; None if a block is cut."""
         if start == stop:
