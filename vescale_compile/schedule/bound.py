@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from vescale_compile.schedule.graph import TaskGraph, Transfer, issue_together
+from vescale_compile.schedule.graph import TaskGraph
 from vescale_compile.schedule.sums import Joined, Knapsack
+from vescale_compile.schedule.tasks import Transfer
 
 _UNLIMITED = 1 << 62
 
@@ -130,7 +131,7 @@ def _reached(graph: TaskGraph) -> list[float]:
                 done = reached[writer] + graph.compute[writer].duration + transfer.duration + transfer.then
             else:
                 brought.add(transfer)
-                first = min(first, graph.before + issue_together([transfer]))
+                first = min(first, graph.before + transfer.call + transfer.issue)
                 done = first + brought.seconds
             reached[position] = max(reached[position], done)
         reached[position] = max(reached[position], graph.elapsed[position] + launches, graph.issued[position] + issue)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from vescale_compile.schedule.graph import Compute, TaskGraph
+from vescale_compile.schedule.graph import TaskGraph
 from vescale_compile.schedule.program import Instruction, Run, Schedule
+from vescale_compile.schedule.tasks import Compute
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _taken(graph: TaskGraph, schedule: Schedule) -> tuple[list[Bytes], list[int]
     levels, flying = [], []
     for instruction in schedule.instructions:
         flying.append(len(machine.outstanding))
-        machine.most = [machine.held[0] + graph.live_before(machine.position), machine.held[1]]
+        machine.most = [machine.held[0] + graph.between[machine.position], machine.held[1]]
         machine.execute(instruction)
         levels.append((machine.most[0], machine.most[1]))
     return levels, flying

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_compile.schedule.graph import Bytes, TaskGraph, issue_together, seconds_together
+from vescale_compile.schedule.graph import Bytes, TaskGraph
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine
 
@@ -108,18 +108,16 @@ def _one_by_one(machine: Machine, jobs: Sequence[Job]) -> None:
 
 def job_of(graph: TaskGraph, group: tuple[int, ...]) -> Job:
     """The collective that these transfers, by their indices, make together."""
-    parts = [graph.transfers[index] for index in group]
-    received = sum(part.output_bytes for part in parts)
-    scratch = sum(part.scratch_bytes for part in parts)
-    deadlines = [len(graph.compute) if part.deadline is None else part.deadline for part in parts]
+    together = graph.together(group)
+    deadlines = [graph.transfers[index].deadline for index in group]
     return Job(
         transfers=group,
-        ready=max(part.ready for part in parts),
-        deadline=min(deadlines),
-        duration=seconds_together(parts),
-        launch=sum(part.launch for part in parts),
-        issue=issue_together(parts),
-        taken=graph.split(received, scratch),
-        returned=graph.split(0, scratch + sum(part.input_bytes for part in parts)),
-        kept_bytes=received,
+        ready=together.ready,
+        deadline=min(len(graph.compute) if deadline is None else deadline for deadline in deadlines),
+        duration=together.duration,
+        launch=together.launch,
+        issue=together.issue,
+        taken=graph.split(together.output_bytes, together.scratch_bytes),
+        returned=graph.split(0, together.scratch_bytes + together.input_bytes),
+        kept_bytes=together.output_bytes,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vescale_compile.schedule.graph import Bytes
 from vescale_compile.schedule.jobs import Grouping, Job, make_jobs, synchronous
@@ -60,15 +61,14 @@ class Frame:
         for position, compute in enumerate(graph.compute):
             written, read = lifetimes.inputs_at[position], lifetimes.outputs_after[position]
             running.append(graph.split(compute.live_bytes, written))
-            after.append(graph.split(graph.live_before(position + 1) - read, written))
-        between = tuple(map(graph.live_before, range(len(graph.compute) + 1)))
+            after.append(graph.split(graph.between[position + 1] - read, written))
         return cls(
             lifetimes=lifetimes,
             jobs=jobs,
             due=tuple(map(tuple, due)),
             becomes_ready=tuple(map(tuple, ready)),
             least=_by_memory(synchronous(lifetimes, jobs)[1]),
-            between=(between, (0,) * len(between)),
+            between=(graph.between, (0,) * len(graph.between)),
             running=_by_memory(running),
             after=_by_memory(after),
         )
@@ -84,9 +84,19 @@ class Frame:
         return first, budget - first
 
 
-def list_schedule(
-    frame: Frame, limits: Bytes, policy: Policy, *, ahead: int, patient: bool, limit: float
-) -> Machine | None:
+class Listed(NamedTuple):
+    """What the list scheduler came to.
+
+    Attributes:
+        machine: after the program; None if that exceeds the limits.
+        held_back: whether ``ahead`` kept any gather from being considered. Else a larger one comes to the same.
+    """
+
+    machine: Machine | None
+    held_back: bool
+
+
+def list_schedule(frame: Frame, limits: Bytes, policy: Policy, *, ahead: int, patient: bool, limit: float) -> Listed:
     """Schedules the jobs of ``frame`` by ``policy``.
 
     Args:
@@ -95,18 +105,15 @@ def list_schedule(
         ahead: how many collectives may have been launched before the compute task that waits for them is next.
         patient: whether the wire waits for the preferred job where that does not fit yet, or takes the next one.
         limit: seconds; a program that can't but take longer is of no interest.
-
-    Returns:
-        The machine after the program; None if it exceeds ``limits`` or ``limit``.
     """
     walk = _Walk(frame, limits, policy, ahead, patient)
     for position in range(walk.end):
         walk.step(position)
         if walk.least_makespan() > limit:
-            return None
+            return Listed(None, walk.held_back)
     walk.finish()
     fits = all(most <= allowed for most, allowed in zip(walk.machine.most, limits, strict=True))
-    return walk.machine if fits else None
+    return Listed(walk.machine if fits else None, walk.held_back)
 
 
 class _Walk:
@@ -123,6 +130,7 @@ class _Walk:
         self.written: list[Job] = []  # what has been written and not launched
         self.flying: list[Job] = []  # launched and not waited for, in launch order
         self.early = 0  # of them, those that a compute task later than the next one waits for
+        self.held_back = False  # whether there were as many as may be, and more to launch
         self.returning = [0, 0]  # bytes that the waits for them will give back, by memory
         self.returning_at = [[0] * (self.end + 1) for _ in range(2)]  # of which before each position
         self.to_carry = sum(job.duration for job in frame.jobs)  # seconds of the wire, for launches that are to come
@@ -179,12 +187,12 @@ class _Walk:
         candidates = self.written[:]
         if self.early < self.ahead:
             candidates += self.free[-1 if self.patient else -_LOOKED_AT :]
-        for job in sorted(candidates, key=self._rank):
-            if self._fits(job, position):
-                return job
-            if self.patient:
-                return None
-        return None
+        elif self.free:
+            self.held_back = True
+        if not candidates:
+            return None
+        by_rank = [min(candidates, key=self._rank)] if self.patient else sorted(candidates, key=self._rank)
+        return next((job for job in by_rank if self._fits(job, position)), None)
 
     def _rank(self, job: Job) -> tuple[tuple[float, ...], tuple[int, int, tuple[int, ...]]]:
         return self.policy(job, self._slack), job.order
@@ -202,19 +210,25 @@ class _Walk:
     def _too_small(self, position: int, launched: Sequence[Job]) -> int | None:
         """The memory that is too small from here to what follows the next compute task, with some more ``launched``
         now; None if neither is."""
-        pending = [*(job for job in self.written if job not in launched), *self.frame.becomes_ready[position + 1]]
-        return next((memory for memory in self.memories if self._exceeds(memory, position, launched, pending)), None)
+        for memory in self.memories:
+            if self._exceeds(memory, position, launched):
+                return memory
+        return None
 
-    def _exceeds(self, memory: int, position: int, launched: Sequence[Job], pending: Sequence[Job]) -> bool:
-        frame, held = self.frame, self.machine.held[memory]
+    def _exceeds(self, memory: int, position: int, launched: Sequence[Job]) -> bool:
+        frame, limit, held = self.frame, self.limits[memory], self.machine.held[memory]
         returning, returning_here = self.returning[memory], self.returning_at[memory][position]
         for job in launched:
             held += job.taken[memory]
             returning += job.returned[memory]
             returning_here += job.returned[memory] if job.deadline == position else 0
-        after = held - returning + _one_by_one(pending, memory) + frame.after[memory][position]
-        running = held - returning_here + frame.running[memory][position]
-        return max(held + frame.between[memory][position], running, after) > self.limits[memory]
+        if held + frame.between[memory][position] > limit:
+            return True
+        if held - returning_here + frame.running[memory][position] > limit:
+            return True
+        pending = [job for job in self.written if job not in launched]
+        pending += frame.becomes_ready[position + 1]
+        return held - returning + _one_by_one(pending, memory) + frame.after[memory][position] > limit
 
     def _make_room(self, position: int) -> None:
         """Waits for reductions, launching them if need be, until the next compute task fits."""
@@ -241,8 +255,10 @@ class _Walk:
     def _too_small_for(self, job: Job) -> int | None:
         """The memory in which a launch has no room now."""
         held, between, position = self.machine.held, self.frame.between, self.machine.position
-        exceeding = (m for m in self.memories if held[m] + between[m][position] + job.taken[m] > self.limits[m])
-        return next(exceeding, None)
+        for memory in self.memories:
+            if held[memory] + between[memory][position] + job.taken[memory] > self.limits[memory]:
+                return memory
+        return None
 
     def _preferred(self, pending: Sequence[Job]) -> Job:
         """The first by rank of those that there is room for; where there is none, what takes the least."""
@@ -292,8 +308,10 @@ def _one_by_one(jobs: Sequence[Job], memory: int) -> int:
     first."""
     most = held = 0
     for job in sorted(jobs, key=lambda job: job.taken[memory]):
-        most = max(most, held + job.taken[memory])
-        held += job.taken[memory] - job.returned[memory]
+        held += job.taken[memory]
+        if held > most:
+            most = held
+        held -= job.returned[memory]
     return most
 
 

@@ -19,9 +19,10 @@ record. Times are in seconds, memory in bytes.
 
 from __future__ import annotations
 
-from vescale_compile.schedule.graph import TaskGraph, issue_together, seconds_then, seconds_together
+from vescale_compile.schedule.graph import TaskGraph
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.program import Instruction, Launch, Run, Wait
+from vescale_compile.schedule.tasks import Together
 
 
 class ScheduleError(ValueError):
@@ -39,14 +40,13 @@ class Collective:
 
     __slots__ = ("lane", "load", "remaining", "started", "stopped", "stretch", "then", "transfers")
 
-    def __init__(self, graph: TaskGraph, transfers: tuple[int, ...]) -> None:
-        parts = [graph.transfers[index] for index in transfers]
+    def __init__(self, transfers: tuple[int, ...], together: Together) -> None:
         self.transfers = transfers
-        self.lane = parts[0].lane
-        self.load = max(part.load for part in parts)
-        self.stretch = max(part.stretch for part in parts)
-        self.remaining = seconds_together(parts)
-        self.then = seconds_then(parts)
+        self.lane = together.lane
+        self.load = together.load
+        self.stretch = together.stretch
+        self.remaining = together.duration
+        self.then = together.then
         self.started: float | None = None
         self.stopped: float | None = None
 
@@ -69,7 +69,7 @@ class Machine:
 
     def __init__(self, lifetimes: Lifetimes) -> None:
         self.lifetimes, self.graph = lifetimes, lifetimes.graph
-        self.now = 0.0
+        self.now = self.issued = self.starved = self.graph.before
         self.position = 0
         self.held = [0, 0]
         self.most = [0, 0]
@@ -81,8 +81,6 @@ class Machine:
         self.runs: list[tuple[float, float]] = []
         self.busy_until = 0.0
         self.exposed = 0.0
-        self.issued = self.graph.before
-        self.starved = 0.0
         self._lanes: dict[str, list[Collective]] = {}
         self._free = 0.0  # seconds from which on nothing goes over other links
         self._sent = int(self.graph.apart)  # the memory in which inputs lie
@@ -114,22 +112,22 @@ class Machine:
     def launch(self, transfers: tuple[int, ...]) -> None:
         """Starts a collective, or queues it behind those of its lane."""
         self._check_launch(transfers)
-        parts = [self.graph.transfers[index] for index in transfers]
-        self._issue(issue_together(parts))
+        together = self.graph.together(transfers)
+        self._issue(together.issue)
         self.instructions.append(Launch(transfers))
         self.launched.update(transfers)
-        collective = Collective(self.graph, transfers)
+        collective = Collective(transfers, together)
         self.outstanding[transfers] = collective
         self.collectives.append(collective)
         if not any(self._lanes.values()):
-            collective.remaining += max(part.wakeup for part in parts)
+            collective.remaining += together.wakeup
         queue = self._lanes.setdefault(collective.lane, [])
         queue.append(collective)
         if len(queue) == 1:
             collective.started = self.now
-        self._hold(sum(part.output_bytes for part in parts), sum(part.scratch_bytes for part in parts))
-        self._note(self.graph.live_before(self.position))
-        self._spend(sum(part.launch for part in parts), computing=False)
+        self._hold(together.output_bytes, together.scratch_bytes)
+        self._note(self.graph.between[self.position])
+        self._spend(together.launch, computing=False)
         self.busy_until = self.now
 
     def wait(self, transfers: tuple[int, ...]) -> None:
@@ -144,8 +142,8 @@ class Machine:
         self._spend(collective.stopped - self.now, computing=False)
         self.exposed += self.now - before
         self.done.update(transfers)
-        parts = [self.graph.transfers[index] for index in transfers]
-        self._hold(0, -sum(part.input_bytes + part.scratch_bytes for part in parts))
+        together = self.graph.together(transfers)
+        self._hold(0, -(together.input_bytes + together.scratch_bytes))
 
     def run(self, position: int) -> None:
         """Runs a compute task to its end."""
@@ -159,7 +157,6 @@ class Machine:
         compute = self.graph.compute[position]
         self._hold(0, self.lifetimes.inputs_at[position])
         self._note(compute.live_bytes)
-        self._issue(0.0)  # the first one waits for what the host does before
         start = self.now
         self._spend(compute.duration, computing=True)
         self._issue(compute.issue)
@@ -175,15 +172,19 @@ class Machine:
 
     def _note(self, live: int) -> None:
         """Notes what is held beside ``live`` bytes of base memory."""
-        self.most[0] = max(self.most[0], self.held[0] + live)
-        self.most[1] = max(self.most[1], self.held[1])
+        (first, second), most = self.held, self.most
+        if first + live > most[0]:
+            most[0] = first + live
+        if second > most[1]:
+            most[1] = second
 
     def _issue(self, seconds: float) -> None:
         """Has the host issue for so long, and the device stand still until that is done."""
         self.issued += seconds
-        before = self.now
-        self._spend(self.issued - self.now, computing=False)
-        self.starved += self.now - before
+        if self.issued > self.now:
+            before = self.now
+            self._spend(self.issued - self.now, computing=False)
+            self.starved += self.now - before
 
     def _spend(self, seconds: float, computing: bool) -> None:
         """Does what takes so long where nothing is in flight."""
@@ -209,17 +210,18 @@ class Machine:
         return total if through is None else sum(min(carried, alone) for carried in lanes)
 
     def _check_launch(self, transfers: tuple[int, ...]) -> None:
-        parts = [self.graph.transfers[index] for index in transfers]
-        name = _name(self.graph, transfers)
-        if not parts:
+        if not transfers:
             raise ScheduleError("a collective of no transfers was launched")
+        parts = [self.graph.transfers[index] for index in transfers]
         if len(parts) > 1 and (parts[0].merge is None or len({(part.merge, part.lane) for part in parts}) > 1):
-            raise ScheduleError(f"{name}: these may not share a collective")
-        for index, part in zip(transfers, parts, strict=True):
+            raise ScheduleError(f"{_name(self.graph, transfers)}: these may not share a collective")
+        for index in transfers:
             if index in self.launched or index in self.lifetimes.kept:
+                name = _name(self.graph, transfers)
                 raise ScheduleError(f"{name}: launched twice, or although the output of another is kept for it")
-            if part.ready > self.position:
-                raise ScheduleError(f"{name}: launched before {self.graph.compute[part.ready - 1].name!r} has written")
+        if self.graph.together(transfers).ready > self.position:
+            writer = self.graph.compute[self.graph.together(transfers).ready - 1].name
+            raise ScheduleError(f"{_name(self.graph, transfers)}: launched before {writer!r} has written")
 
     def _advance(self, work: float | None, computing: bool) -> float:
         """Lets time pass until a collective stops or, if it is sooner, ``work`` seconds of computation, or of a launch,

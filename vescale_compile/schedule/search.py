@@ -146,11 +146,11 @@ class _Search:
         even, *others = _SHARES
         settings = list(itertools.starmap(Setting, itertools.product((even,), POLICIES, _AHEAD, (True, False))))
         few = _SETTINGS_OF_LARGE if len(frame.jobs) > _SMALL else len(settings)
-        makespans = {setting: self._try(frame, setting) for setting in settings}
+        makespans = self._try_each(frame, settings)
         ranked = sorted(settings, key=makespans.__getitem__)[:few]  # stable: equals stay in their order
         if any(frame.least[1]):
             uneven = [setting._replace(share=share) for share in others for setting in ranked]
-            makespans |= {setting: self._try(frame, setting) for setting in uneven}
+            makespans |= self._try_each(frame, uneven)
             ranked = sorted([*ranked, *uneven], key=makespans.__getitem__)[:few]
         return tuple(ranked)
 
@@ -229,26 +229,36 @@ class _Search:
 
     def _try_all(self, lifetimes: Lifetimes, grouping: Grouping) -> None:
         if self.best.makespan > self.enough:
-            frame = Frame.build(lifetimes, grouping)
-            for setting in self.settings:
-                self._try(frame, setting)
+            self._try_each(Frame.build(lifetimes, grouping), self.settings)
 
-    def _try(self, frame: Frame, setting: Setting) -> float:
-        """Runs the list scheduler unless what there is will do, and returns the makespan if it is of interest."""
-        limits = frame.limits(self.budget, setting.share)
-        return math.inf if limits is None else self._try_within(limits, frame, setting)
+    def _try_each(self, frame: Frame, settings: Sequence[Setting]) -> dict[Setting, float]:
+        """Runs the list scheduler under each setting, until what there is will do, and returns the makespans that are
+        of interest: of others, infinity."""
+        makespans: dict[Setting, float] = {}
+        free: dict[Setting, tuple[int, float]] = {}  # the least ``ahead`` that held nothing back, and its makespan
+        for setting in settings:
+            alike = setting._replace(ahead=_UNLIMITED)
+            least, makespan = free.get(alike, (_UNLIMITED + 1, math.inf))
+            held_back = True
+            if setting.ahead < least and (limits := frame.limits(self.budget, setting.share)) is not None:
+                makespan, held_back = self._try_within(limits, frame, setting)
+            if not held_back:
+                free[alike] = setting.ahead, makespan
+            makespans[setting] = makespan
+        return makespans
 
-    def _try_within(self, limits: Bytes, frame: Frame, setting: Setting) -> float:
+    def _try_within(self, limits: Bytes, frame: Frame, setting: Setting) -> tuple[float, bool]:
+        """The makespan under a setting, infinite if it is of no interest, and whether it held anything back."""
         if self.best.makespan <= self.enough:
-            return math.inf
+            return math.inf, True
         limit = self.best.makespan * _LIMIT
         _, policy, ahead, patient = setting
-        machine = list_schedule(frame, limits, policy, ahead=ahead, patient=patient, limit=limit)
+        machine, held_back = list_schedule(frame, limits, policy, ahead=ahead, patient=patient, limit=limit)
         if machine is None:
-            return math.inf
+            return math.inf, held_back
         if self._better(machine):
             self.best, self.frame = machine, frame
-        return machine.makespan
+        return machine.makespan, held_back
 
     def _better(self, machine: Machine) -> bool:
         """Faster, or as fast with less memory; sums in another order differ in their last digits."""

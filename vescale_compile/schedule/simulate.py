@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vescale_compile.schedule.graph import TaskGraph, seconds_then, seconds_together
+from vescale_compile.schedule.graph import TaskGraph
 from vescale_compile.schedule.lifetimes import Lifetimes
 from vescale_compile.schedule.machine import Machine, ScheduleError
 from vescale_compile.schedule.program import Schedule
@@ -73,8 +73,8 @@ def simulate(graph: TaskGraph, schedule: Schedule) -> Timeline:
     communication = 0.0
     for item in machine.collectives:
         assert item.started is not None and item.stopped is not None
-        parts = [graph.transfers[index] for index in item.transfers]
-        communication += seconds_together(parts) + seconds_then(parts)
+        together = graph.together(item.transfers)
+        communication += together.duration + together.then
         spans.append(TransferSpan(item.transfers, item.started, item.stopped))
     compute = graph.elapsed[-1]
     return Timeline(

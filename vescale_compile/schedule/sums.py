@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from vescale_compile.schedule.graph import Transfer
+from vescale_compile.schedule.tasks import Transfer
 
 
 class Joined:
