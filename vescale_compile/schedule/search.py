@@ -238,13 +238,14 @@ class _Search:
         free: dict[Setting, tuple[int, float]] = {}  # the least ``ahead`` that held nothing back, and its makespan
         for setting in settings:
             alike = setting._replace(ahead=_UNLIMITED)
-            least, makespan = free.get(alike, (_UNLIMITED + 1, math.inf))
-            held_back = True
-            if setting.ahead < least and (limits := frame.limits(self.budget, setting.share)) is not None:
-                makespan, held_back = self._try_within(limits, frame, setting)
+            if alike in free and free[alike][0] <= setting.ahead:
+                makespans[setting] = free[alike][1]
+                continue
+            limits = frame.limits(self.budget, setting.share)
+            found = (math.inf, True) if limits is None else self._try_within(limits, frame, setting)
+            makespans[setting], held_back = found
             if not held_back:
-                free[alike] = setting.ahead, makespan
-            makespans[setting] = makespan
+                free[alike] = setting.ahead, makespans[setting]
         return makespans
 
     def _try_within(self, limits: Bytes, frame: Frame, setting: Setting) -> tuple[float, bool]:
