@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..cost import collective_cost, host
-from ..cost.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, CollectiveCost
+from ..cost.collectives import ALL_GATHER, ALL_TO_ALL, replica_average_cost
 from ..cost.compute import compute_seconds, issue_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
@@ -27,7 +27,6 @@ from .edit import nbytes_of, order_of
 from .moves import CASTS
 
 _FUSED_BLOCKS = 2
-_NOTHING = CollectiveCost("none", 0.0, 0.0, 0.0)
 _COALESCED = (ops.start_all_gather, ops.start_reduce_scatter)
 
 
@@ -223,11 +222,10 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     comm = context.units[each.unit].comm
     cluster = context.cluster.of(comm.world_size)
     cost = collective_cost(cluster, kind, sent)
-    replicas = cluster.across(1 if each.gathers else comm.replica_count)
-    average = collective_cost(replicas, ALL_REDUCE, full / comm.world_size)
     # On a stream of its own, but for CPUs.
-    on_other_links = cluster.nodes == 1 < replicas.nodes and not comm.exchanges
-    here, then = (_NOTHING, average) if on_other_links else (average, _NOTHING)
+    here, then = replica_average_cost(
+        cluster, 1 if each.gathers else comm.replica_count, full / comm.world_size, beside=not comm.exchanges
+    )
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",
@@ -244,7 +242,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         wakeup=cost.wakeup,
         launch=cost.launch,
         issue=cluster.device.of_host(host.UNIT),
-        call=cost.call + average.call,
+        call=cost.call + here.call + then.call,
         then_latency=then.latency,
         then_wire_time=then.wire_time,
         merge=_merge(each, context),

@@ -326,6 +326,29 @@ def test_the_command_simulates_a_published_model_for_several_budgets(capsys):
         assert row["least"] <= row["step"] and row["peak"] <= budget + states * 1.01
 
 
+def test_the_command_simulates_replicas_of_a_published_model(capsys):
+    """Thousands of ranks send less if each gathers from some of them, and hold more."""
+    where = ("--model", "llama-3-70b", "--world", "8192", "--cluster", "h100", "--json")
+    (alone,), (many,) = (
+        json.loads(command(capsys, "simulate", *where, *replicas)[1])["budgets"]
+        for replicas in ((), ("--replicas", "64"))
+    )
+    assert many["communication"] < alone["communication"] / 2 and many["step"] < alone["step"]
+    assert command(capsys, "simulate", *where[:-1], "--budget", "40GB", "--replicas", "64")[1].startswith(
+        "llama-3-70b, 1 x 8192 tokens a rank, on 8192 x h100 on 1024 nodes over NVLink and network, "
+        "64 replicas over 128 ranks each\n"
+    )
+
+
+def test_the_command_simulates_replicas_of_the_example(capsys):
+    where = ("--model", "tiny", "--world", "16", "--cluster", "h100", "--seq", "16", "--json")
+    (alone,), (two,) = (
+        json.loads(command(capsys, "simulate", *where, *replicas)[1])["budgets"]
+        for replicas in ((), ("--replicas", "2"))
+    )
+    assert two["compute"] == alone["compute"] and two["peak"] > alone["peak"]
+
+
 def test_the_command_simulates_the_example(capsys):
     size = ("--model", "tiny", "--world", "8", "--cluster", "h100", "--seq", "16")
     status, out, _ = command(capsys, "simulate", *size)
@@ -340,6 +363,11 @@ def test_the_command_simulates_the_example(capsys):
         (("--model", "llama-3-70b", "--world", "64", "--cluster", "cray"), "neither a preset"),
         (("--model", "llama-3-70b", "--world", "64", "--cluster", "h100", "--optim", "sgd"), "--optim is not for"),
         (("--model", "tiny", "--world", "8", "--cluster", "h100", "--budget", "much"), "--budget much: give bytes"),
+        (("--model", "tiny", "--world", "8", "--cluster", "h100", "--replicas", "3"), "--replicas 3 does not divide"),
+        (
+            ("--model", "llama-3-70b", "--world", "8", "--cluster", "h100", "--replicas", "3"),
+            "does not divide --world 8",
+        ),
     ],
 )
 def test_the_command_refuses_options_that_make_no_sense(capsys, arguments, problem):

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_compile.cost import Cluster, CollectiveCost, collective_cost
+from vescale_compile.cost import Cluster, CollectiveCost, collective_cost, replica_average_cost
+from vescale_compile.cost.collectives import NOTHING
 from vescale_compile.planner.models import PUBLISHED, Shapes, published
 from vescale_compile.schedule import Compute, TaskGraph, Transfer
 
@@ -25,14 +26,16 @@ parameters, gradients and AdamW states in memory, what is gathered and what is r
 nothing from the computation beside it."""
 
 
-def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int = 8192) -> TaskGraph:
+def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int = 8192, replicas: int = 1) -> TaskGraph:
     """A training step with activation checkpointing, each layer in two tasks forward and two backward.
 
     Args:
         model: one of ``planner.models.PUBLISHED``.
-        cluster: where it runs.
+        cluster: where it runs, or one of ``replicas`` such clusters that follow one another: the ranks that shard the
+            parameters.
         tokens: of each rank and step.
         sequence: tokens that attend to one another.
+        replicas: over which gradients are averaged, once they are reduced.
     """
     shapes = published(model).units
     units = {name: sum(map(math.prod, unit.values())) for name, unit in shapes.items()}
@@ -84,13 +87,28 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
     for name, (_, backward) in uses.items():
         nbytes = GRADIENT_BYTES * units[name]
         cost = collective_cost(cluster, "reduce_scatter", nbytes)
-        transfers.append(_transfer(f"reduce {name}", cost, writers=backward, input_bytes=nbytes))
+        here, then = replica_average_cost(cluster, replicas, nbytes / cluster.ranks, beside=True)
+        transfers.append(_transfer(f"reduce {name}", cost, here, then, writers=backward, input_bytes=nbytes))
     return TaskGraph(tuple(compute), tuple(transfers), apart=True)
 
 
-def _transfer(name: str, cost: CollectiveCost, **uses: object) -> Transfer:
-    taken = {what: getattr(cost, what) for what in ("load", "stretch", "wakeup", "launch", "call")}
-    return Transfer(name, cost.latency, cost.wire_time, **taken, **uses)  # type: ignore[arg-type]
+def _transfer(
+    name: str, cost: CollectiveCost, here: CollectiveCost = NOTHING, then: CollectiveCost = NOTHING, **uses: object
+) -> Transfer:
+    """One collective, and what it takes to average what it reduces: on its own links, and on others afterwards."""
+    return Transfer(
+        name,
+        cost.latency + here.latency,
+        cost.wire_time + here.wire_time,
+        load=max(cost.load, here.load),
+        stretch=cost.stretch,
+        wakeup=cost.wakeup,
+        launch=cost.launch,
+        call=cost.call + here.call + then.call,
+        then_latency=then.latency,
+        then_wire_time=then.wire_time,
+        **uses,  # type: ignore[arg-type]
+    )
 
 
 def _attention_flops(config: Mapping[str, Any], layer: int, sequence: int) -> int:

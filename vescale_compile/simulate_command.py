@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_compile import module_shapes
@@ -108,6 +109,13 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences (%(default)s)")
     step.add_argument("--seq", type=positive, default=8192, metavar="N", help="tokens of a sequence (%(default)s)")
     step.add_argument("--param-dtype", choices=_POLICIES, help="of gathers and computation (bf16)")
+    step.add_argument(
+        "--replicas",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="of the model, each over --world / N ranks (%(default)s)",
+    )
     step.add_argument("--reshard", action=argparse.BooleanOptionalAction, help="free parameters after forward (yes)")
 
 
@@ -128,10 +136,12 @@ def run(args: argparse.Namespace) -> int:
         return 1
     title = args.model or str(args.hf_config)
     if args.json:
-        figures = {"model": title, "cluster": str(cluster), "batch": args.batch, "seq": args.seq}
+        figures = {"model": title, "cluster": str(cluster), "replicas": args.replicas}
+        figures |= {"batch": args.batch, "seq": args.seq}
         print(json.dumps(figures | {"budgets": [asdict(row) for row in rows]}, indent=2))
     else:
-        print(f"{title}, {args.batch} x {args.seq} tokens a rank, on {cluster}\n")
+        replicas = f", {args.replicas} replicas over {shards_of(args)} ranks each" if args.replicas > 1 else ""
+        print(f"{title}, {args.batch} x {args.seq} tokens a rank, on {cluster}{replicas}\n")
         _print(rows)
     return int(bool(refusals))
 
@@ -159,8 +169,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _published_row(args: argparse.Namespace, cluster: Cluster) -> Predicted:
-    graph = published_graph(args.model, cluster, args.batch * args.seq, sequence=args.seq)
-    optimizer, master = OPTIMIZERS["adamw"], _MASTER_BYTES * published(args.model).numel // cluster.ranks
+    shards, tokens = cluster.of(shards_of(args)), args.batch * args.seq
+    graph = published_graph(args.model, shards, tokens, sequence=args.seq, replicas=args.replicas)
+    optimizer, master = OPTIMIZERS["adamw"], _MASTER_BYTES * published(args.model).numel // shards.ranks
     seconds, states = optimizer.seconds(master, cluster.device), optimizer.state_bytes(master)
 
     def predicted(budget: int | None) -> Row:
@@ -215,10 +226,26 @@ def simulated(
         cluster=cluster,
         world_size=args.world,
         memory_budget=budget,
-        shard=lambda module: fully_shard(module, reshard_after_forward=args.reshard is not False, mp_policy=policy),
+        shard=lambda module: fully_shard(
+            module, mesh=_mesh(args), reshard_after_forward=args.reshard is not False, mp_policy=policy
+        ),
         optimizer=optimizer,
         **inputs,
     )
+
+
+def shards_of(args: argparse.Namespace) -> int:
+    """Over how many ranks the parameters are sharded."""
+    if args.world % args.replicas:
+        raise ValueError(f"--replicas {args.replicas} does not divide --world {args.world}: replicas are alike")
+    return args.world // args.replicas
+
+
+def _mesh(args: argparse.Namespace) -> DeviceMesh | None:
+    """For ``fully_shard``: None for that of all ranks."""
+    if args.replicas == 1:
+        return None
+    return init_device_mesh("cpu", (args.replicas, shards_of(args)), mesh_dim_names=("replicate", "shard"))
 
 
 def _model(args: argparse.Namespace) -> nn.Module:

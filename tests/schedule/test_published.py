@@ -36,6 +36,24 @@ def test_the_gap_is_at_most_5_percent(model: str, ranks: int, tokens: int, room:
         assert timeline.makespan <= 1.05 * lower_bound(graph, budget).makespan
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "replicas"), [(8, 128), (64, 16)])
+@pytest.mark.parametrize("model", MODELS)
+def test_so_it_is_over_replicas_with_room_for_gradients_that_are_averaged(
+    model: str, shards: int, replicas: int
+) -> None:
+    graph = published_graph(model, gpu_cluster("h100", shards), 2048, replicas=replicas)
+    budget = least_peak(graph) + room_ahead(graph) + two_layers_gradients(graph)
+    assert find_schedule(graph, budget).timeline.makespan <= 1.05 * lower_bound(graph, budget).makespan
+
+
+def test_only_averages_over_replicas_go_between_nodes_that_have_one_each() -> None:
+    alone, averaged = (published_graph("llama-3-70b", gpu_cluster("h100", 8), 8192, replicas=n) for n in (1, 16))
+    for one, other in zip(alone.transfers, averaged.transfers, strict=True):
+        assert one.duration == other.duration and one.then == 0
+        assert (other.then > one.duration) == bool(other.writers)
+
+
 def test_what_was_measured_of_collectives_is_in_the_graph() -> None:
     taken = {"load": 0.1, "stretch": 1.5, "wakeup": 0.2, "launch": 0.3}
     measured = {kind: MeasuredCollective(1e-3, 1e9, **taken) for kind in ("all_gather", "reduce_scatter")}

@@ -50,6 +50,9 @@ class CollectiveCost:
         return self.latency + self.wire_time
 
 
+NOTHING = CollectiveCost("none", 0.0, 0.0, 0.0)
+
+
 def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCost:
     """Time of a collective over all ranks of a cluster.
 
@@ -66,7 +69,7 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
     if nbytes < 0:
         raise ValueError(f"{kind} of {nbytes} bytes: a size must not be negative")
     if cluster.ranks == 1:
-        return CollectiveCost("ring", 0.0, 0.0, 0.0)
+        return NOTHING
     if found := cluster.measured.get(kind):
         wire_time = nbytes / found.bandwidth
         return CollectiveCost(
@@ -74,6 +77,23 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
         )
     candidates = [algorithm(cluster, kind, nbytes) for algorithm in _ALGORITHMS[kind]]
     return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
+
+
+def replica_average_cost(
+    shards: Cluster, replicas: int, nbytes: float, *, beside: bool
+) -> tuple[CollectiveCost, CollectiveCost]:
+    """Time of the average over replicas of what has been reduced among shards: of it what the shards' own links take,
+    and what other links take afterwards. One of the two is nothing.
+
+    Args:
+        shards: one replica.
+        replicas: that follow one another.
+        nbytes: of a rank's part of what was reduced.
+        beside: whether it may be averaged while the shards' links reduce something else.
+    """
+    across = shards.across(replicas)
+    average = collective_cost(across, ALL_REDUCE, nbytes)
+    return (NOTHING, average) if beside and shards.nodes == 1 < across.nodes else (average, NOTHING)
 
 
 def _cost(cluster: Cluster, algorithm: str, steps: tuple[float, float], wire_time: float) -> CollectiveCost:
