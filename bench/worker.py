@@ -35,10 +35,12 @@ class Job:
     Attributes:
         ranks: processes.
         fake_world: if not None, the only process is rank 0 of that many, and its collectives send nothing.
-        folder: of this system alone, for its rendezvous, logs and compiler caches.
+        folder: of this system alone, for its rendezvous and logs.
         start: names one start of the processes; what a start compiles, later ones find in the caches.
         wire: joins the hosts that the ranks are on; None for one host.
         deadline_s: of each collective.
+        own_cache: what Inductor compiles is kept in `folder`, and nothing is found that another system or an earlier
+            run compiled. False where it makes no difference how long compilation takes.
     """
 
     system: str
@@ -51,6 +53,7 @@ class Job:
     start: str
     wire: wire.Wire | None
     deadline_s: float
+    own_cache: bool = True
 
     @property
     def world_size(self) -> int:
@@ -242,8 +245,8 @@ def serve(pipe: Connection, kind: type[Trainer], job: Job, rank: int) -> None:
     if job.wire is not None:
         wire.enter(job.wire.host_of(rank, job.ranks))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if job.wire is None else wire.INTERFACE
-    # A cache of its own: no system finds what another, or an earlier run, has compiled.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(job.folder, "inductor"))
+    if job.own_cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(job.folder, "inductor"))
     torch.set_num_threads(job.threads)
     trainer: Trainer | None = None
     while True:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,11 @@ DEADLINE_S = 120.0
 """of each check that starts processes"""
 _TAIL = 600
 
-# Compiled anew, so that a cache does not hide a compiler that is missing.
+# Of another factor each time, so that no cache hides a compiler that is missing.
 _COMPILES = """
 import torch
-double = torch.compile(lambda x: (2 * x).relu())
-assert double(torch.tensor([1.0, -1.0])).tolist() == [2.0, 0.0]
+multiple = torch.compile(lambda x: ({factor} * x).relu())
+assert multiple(torch.tensor([1.0, -1.0])).tolist() == [{factor}, 0.0]
 """
 _EXCHANGES = """
 import sys
@@ -108,7 +109,8 @@ def compiler() -> Finding:
 
 
 def inductor() -> Finding:
-    failure = _run([[sys.executable, "-c", _COMPILES]], {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"})
+    factor = time.time_ns() % 2**24  # which fp32 holds
+    failure = _run([[sys.executable, "-c", _COMPILES.format(factor=factor)]], {})
     if failure is None:
         return fine("Inductor", "compiles and runs a function")
     return Finding(
