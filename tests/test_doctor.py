@@ -88,8 +88,7 @@ def test_a_compiler_that_inductor_does_not_look_for_is_only_advised(monkeypatch,
 
 @pytest.mark.slow
 def test_an_inductor_that_can_no_longer_compile_is_broken(monkeypatch, tmp_path):
-    """Whatever is cached of the time when it could."""
-    assert checks.inductor().verdict is Verdict.FINE
+    """Whatever is cached of the time when it could, which a test before this one saw."""
     only_says_its_version = tmp_path / "g++"
     only_says_its_version.write_text(
         f'#!/bin/sh\ncase "$1" in -v|--version) exec {shutil.which("g++")} "$1";; esac\nexit 1\n'

@@ -20,9 +20,9 @@ from vescale_compile.runtime import crossing, pool
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 
-def explained(reshard: bool = True, world_size: int = 2, **options):
+def explained(reshard: bool = True, build: models.Model = models.llama, **options):
     torch._dynamo.reset()
-    model = vc.fully_shard(models.build(models.llama), reshard_after_forward=reshard)
+    model = vc.fully_shard(models.build(build), reshard_after_forward=reshard)
     return model, vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager", **options})
 
 
@@ -96,12 +96,12 @@ def test_kept_parameters_are_memory_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("reshard", "lowering"),
-    [(False, "eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+    ("reshard", "lowering", "build"),
+    [(False, "eager", models.llama), (True, "inductor", models.one_layer_llama)],
 )
 @on_ranks(2, deadline_s=300)
-def test_the_peak_is_that_of_a_real_step(reshard, lowering):
-    model, report = explained(reshard, lowering=lowering)
+def test_the_peak_is_that_of_a_real_step(reshard, lowering, build):
+    model, report = explained(reshard, build, lowering=lowering)
     call = torch.compile(model, backend="vescale", options={"lowering": lowering})
     data = models.batches(1, 64)[0]
     call(*data).backward()

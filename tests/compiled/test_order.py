@@ -147,7 +147,7 @@ class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [(8, 8), (8, 8), (8,)]
-        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in sizes]) for _ in range(5))
+        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in sizes]) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for first, second, size in self.layers:
@@ -162,7 +162,7 @@ class Growing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = [[(width, 8), (8, width), (width,)] for width in range(8, 32, 4)]
+        sizes = [[(width, 8), (8, width), (width,)] for width in (8, 12, 16, 20)]
         self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in layer]) for layer in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
