@@ -31,6 +31,13 @@ collectives do nothing. vescale_compile.explain does the same for your model whe
     where.add_argument(
         "--cluster", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}, or a calibration (a guess for CPUs)"
     )
+    where.add_argument(
+        "--replicas",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="of the model, each sharded over --world / N ranks (1)",
+    )
     where.add_argument("--budget", metavar="SIZE", help="memory_budget of the step, such as 400MB")
     add_step_arguments(parser)
 
@@ -40,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         budget = read_budget(args.budget)
         cluster = cluster_for(args.cluster, torch.device("cpu"), args.world)
-        print(Report(simulated(args, cluster, budget).graphs))
+        print(Report(simulated(args, cluster, args.replicas, budget).graphs))
     except (ValueError, GraphError) as error:
         print(f"explain: {in_options(error)}", file=sys.stderr)
         return 2

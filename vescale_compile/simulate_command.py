@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_compile import module_shapes
@@ -34,8 +35,10 @@ _MASTER_BYTES = 4  # of a published model's sharded parameter
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction under one memory budget. Times in seconds, memory in bytes with the optimizer's states."""
+    """A prediction of one number of replicas, under one memory budget. Times in seconds, memory in bytes with the
+    optimizer's states."""
 
+    replicas: int
     budget: int | None
     step: float
     least: float
@@ -50,9 +53,10 @@ class Row:
     """units that stay unsharded from forward to backward, where the schedule decides that"""
 
     @classmethod
-    def of(cls, found: Simulation, budget: int | None) -> Row:
+    def of(cls, found: Simulation, replicas: int, budget: int | None) -> Row:
         """Of a model that went through the compiler, whose report says what is kept."""
         return cls(
+            replicas,
             budget,
             found.step_seconds,
             found.least_seconds,
@@ -66,7 +70,8 @@ class Row:
         )
 
 
-Predicted = Callable[[int | None], Row]
+Predicted = Callable[[int, int | None], Row]
+"""Of a number of replicas and a budget."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +103,14 @@ it, at the roofline of the device; no activation checkpointing but the model's o
         help="memory of a rank, optimizer states apart, such as 40GB; several for a table (published models: what the "
         "device has; others: what gathering and reducing one unit ahead takes)",
     )
+    where.add_argument(
+        "--replicas",
+        type=positive,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="of the model, each sharded over --world / N ranks; several for a table (1)",
+    )
     add_step_arguments(parser)
     parser.add_argument("--optim", choices=OPTIMIZERS, help="whose step and states are counted (adamw)")
     parser.add_argument("--json", action="store_true", help="figures as JSON instead of a table")
@@ -109,13 +122,6 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--batch", type=positive, default=1, metavar="N", help="sequences (%(default)s)")
     step.add_argument("--seq", type=positive, default=8192, metavar="N", help="tokens of a sequence (%(default)s)")
     step.add_argument("--param-dtype", choices=_POLICIES, help="of gathers and computation (bf16)")
-    step.add_argument(
-        "--replicas",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="of the model, each over --world / N ranks (%(default)s)",
-    )
     step.add_argument("--reshard", action=argparse.BooleanOptionalAction, help="free parameters after forward (yes)")
 
 
@@ -125,36 +131,34 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         cluster = cluster_for(args.cluster, torch.device("cpu"), args.world)
         budgets = [read_budget(each) for each in args.budget or [None]]
-        predicted = _published_row(args, cluster) if args.model in PUBLISHED else functools.partial(_row, args, cluster)
-        rows, refusals = _rows(predicted, budgets)
+        predicted = functools.partial(_published_row if args.model in PUBLISHED else _row, args, cluster)
+        rows, refusals = _rows(predicted, args.replicas, budgets)
     except ValueError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     for refusal in refusals:
-        print(f"simulate: {in_options(refusal)}", file=sys.stderr)
+        print(f"simulate: {refusal}", file=sys.stderr)
     if not rows:
         return 1
     title = args.model or str(args.hf_config)
     if args.json:
-        figures = {"model": title, "cluster": str(cluster), "replicas": args.replicas}
-        figures |= {"batch": args.batch, "seq": args.seq}
+        figures = {"model": title, "cluster": str(cluster), "batch": args.batch, "seq": args.seq}
         print(json.dumps(figures | {"budgets": [asdict(row) for row in rows]}, indent=2))
     else:
-        replicas = f", {args.replicas} replicas over {shards_of(args)} ranks each" if args.replicas > 1 else ""
-        print(f"{title}, {args.batch} x {args.seq} tokens a rank, on {cluster}{replicas}\n")
+        print(f"{title}, {args.batch} x {args.seq} tokens a rank, on {cluster}\n")
         _print(rows)
     return int(bool(refusals))
 
 
-def _rows(predicted: Predicted, budgets: Sequence[int | None]) -> tuple[list[Row], list[Exception]]:
-    """The rows of those budgets in which a step fits, and why none does in the others."""
+def _rows(predicted: Predicted, replicas: Sequence[int], budgets: Sequence[int | None]) -> tuple[list[Row], list[str]]:
+    """The rows of those in which a step fits, and why none does in the others."""
     rows: list[Row] = []
-    refusals: list[Exception] = []
-    for budget in budgets:
+    refusals: list[str] = []
+    for count, budget in itertools.product(replicas, budgets):
         try:
-            rows.append(predicted(budget))
+            rows.append(predicted(count, budget))
         except (BudgetError, GraphError) as error:
-            refusals.append(error)
+            refusals.append(f"--replicas {count}: " * (count > 1) + in_options(error))
     return rows, refusals
 
 
@@ -168,31 +172,28 @@ def _check(args: argparse.Namespace) -> None:
             )
 
 
-def _published_row(args: argparse.Namespace, cluster: Cluster) -> Predicted:
-    shards, tokens = cluster.of(shards_of(args)), args.batch * args.seq
-    graph = published_graph(args.model, shards, tokens, sequence=args.seq, replicas=args.replicas)
+def _published_row(args: argparse.Namespace, cluster: Cluster, replicas: int, budget: int | None) -> Row:
+    shards, tokens = cluster.of(_shards(args.world, replicas)), args.batch * args.seq
+    graph = published_graph(args.model, shards, tokens, sequence=args.seq, replicas=replicas)
     optimizer, master = OPTIMIZERS["adamw"], _MASTER_BYTES * published(args.model).numel // shards.ranks
     seconds, states = optimizer.seconds(master, cluster.device), optimizer.state_bytes(master)
-
-    def predicted(budget: int | None) -> Row:
-        # The graph counts the optimizer's states, which no budget does: without one there is what a device has.
-        whole = cluster.device.memory_bytes if budget is None else budget + states
-        found = _published_schedule(graph, whole, budget, states)
-        timeline = found.timeline
-        return Row(
-            budget,
-            timeline.makespan + seconds,
-            lower_bound(graph, whole).makespan + seconds,
-            timeline.compute,
-            timeline.communication,
-            timeline.exposed,
-            timeline.starved,
-            timeline.peak_bytes,
-            cluster.device.lacks(timeline.peak_bytes),
-            len(found.schedule.kept),
-        )
-
-    return predicted
+    # The graph counts the optimizer's states, which no budget does: without one there is what a device has.
+    whole = cluster.device.memory_bytes if budget is None else budget + states
+    found = _published_schedule(graph, whole, budget, states)
+    timeline = found.timeline
+    return Row(
+        replicas,
+        budget,
+        timeline.makespan + seconds,
+        lower_bound(graph, whole).makespan + seconds,
+        timeline.compute,
+        timeline.communication,
+        timeline.exposed,
+        timeline.starved,
+        timeline.peak_bytes,
+        cluster.device.lacks(timeline.peak_bytes),
+        len(found.schedule.kept),
+    )
 
 
 def _published_schedule(graph: TaskGraph, whole: int | None, budget: int | None, states: int) -> Scheduled:
@@ -203,22 +204,31 @@ def _published_schedule(graph: TaskGraph, whole: int | None, budget: int | None,
         least = error.least_bytes
         if budget is None:
             told = f"a device has {size_text(whole or 0)}, but a step needs at least {least_text(least)}, "
-            told += f"{size_text(states)} of it the optimizer's states. More ranks have less each"
+            told += f"{size_text(states)} of it the optimizer's states. More ranks to shard over have less each"
         else:
             told = f"--budget is {size_text(budget)}, but a step needs at least {least_text(least - states)}, "
             told += f"the optimizer's states ({size_text(states)}) apart"
         raise BudgetError(told, least) from error
 
 
-def _row(args: argparse.Namespace, cluster: Cluster, budget: int | None) -> Row:
-    return Row.of(simulated(args, cluster, budget, OPTIMIZERS[args.optim or "adamw"]), budget)
+def _row(args: argparse.Namespace, cluster: Cluster, replicas: int, budget: int | None) -> Row:
+    return Row.of(simulated(args, cluster, replicas, budget, OPTIMIZERS[args.optim or "adamw"]), replicas, budget)
 
 
 def simulated(
-    args: argparse.Namespace, cluster: Cluster, budget: int | None, optimizer: OptimizerCost = OPTIMIZERS["adamw"]
+    args: argparse.Namespace,
+    cluster: Cluster,
+    replicas: int,
+    budget: int | None,
+    optimizer: OptimizerCost = OPTIMIZERS["adamw"],
 ) -> Simulation:
     """The training step of a model that is not a published one's shapes."""
-    policy = _POLICIES[args.param_dtype or "bf16"]
+    shape, policy = (replicas, _shards(args.world, replicas)), _POLICIES[args.param_dtype or "bf16"]
+
+    def shard(module: nn.Module) -> nn.Module:
+        mesh = None if replicas == 1 else init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        return fully_shard(module, mesh=mesh, reshard_after_forward=args.reshard is not False, mp_policy=policy)
+
     names = ("input_ids", "labels") if args.hf_config is not None else ("tokens", "labels")
     inputs: dict[str, Any] = dict.fromkeys(names, torch.empty(args.batch, args.seq, dtype=torch.int64, device="meta"))
     return simulate(
@@ -226,26 +236,17 @@ def simulated(
         cluster=cluster,
         world_size=args.world,
         memory_budget=budget,
-        shard=lambda module: fully_shard(
-            module, mesh=_mesh(args), reshard_after_forward=args.reshard is not False, mp_policy=policy
-        ),
+        shard=shard,
         optimizer=optimizer,
         **inputs,
     )
 
 
-def shards_of(args: argparse.Namespace) -> int:
+def _shards(world: int, replicas: int) -> int:
     """Over how many ranks the parameters are sharded."""
-    if args.world % args.replicas:
-        raise ValueError(f"--replicas {args.replicas} does not divide --world {args.world}: replicas are alike")
-    return args.world // args.replicas
-
-
-def _mesh(args: argparse.Namespace) -> DeviceMesh | None:
-    """For ``fully_shard``: None for that of all ranks."""
-    if args.replicas == 1:
-        return None
-    return init_device_mesh("cpu", (args.replicas, shards_of(args)), mesh_dim_names=("replicate", "shard"))
+    if world % replicas:
+        raise ValueError(f"--replicas {replicas} does not divide --world {world}: replicas are alike")
+    return world // replicas
 
 
 def _model(args: argparse.Namespace) -> nn.Module:
@@ -257,9 +258,10 @@ def _model(args: argparse.Namespace) -> nn.Module:
 
 def _print(rows: Sequence[Row]) -> None:
     times = ("step", "lower bound", "computation", "communication", "exposed", "starved")
-    headings = ("budget", *times, "peak", "kept units")
+    headings = ("replicas", "budget", *times, "peak", "kept units")
     cells = [
         (
+            str(row.replicas),
             "-" if row.budget is None else size_text(row.budget),
             *map(time_text, (row.step, row.least, row.compute, row.communication, row.exposed, row.starved)),
             size_text(row.peak),
