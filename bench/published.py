@@ -84,7 +84,7 @@ def predicted(
         memory_budget=budget,
         shard=shard,
     )
-    return Cell(name, world_size, Row.of(found, budget), time.perf_counter() - start)
+    return Cell(name, world_size, Row.of(found, 1, budget), time.perf_counter() - start)
 
 
 def build(name: str, layers: int | None, device: str = "meta") -> nn.Module:
