@@ -54,7 +54,8 @@ def numel_of(node: fx.Node) -> int:
 
 
 def _results_of(node: fx.Node) -> list[Tensor]:
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    value = node.meta.get("val")
+    return [value] if isinstance(value, Tensor) else [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def allocate(graph: fx.Graph, numel: int, *, like: Tensor, mark: object, dtype: torch.dtype | None = None) -> fx.Node:

@@ -107,7 +107,8 @@ def _last_reads(
     if context.lowering is not Lowering.INDUCTOR:
         return found
     for place, stored, read in (each for each in stores if each[1] in held):
-        alike = [each for each, elementwise in read.items() if elementwise and nbytes_of(each) == nbytes_of(stored)]
+        nbytes = nbytes_of(stored)
+        alike = [each for each, elementwise in read.items() if elementwise and nbytes_of(each) == nbytes]
         ending = (each for each in alike if found[each] == place)
         taken = next((each for each in ending if each.op != "placeholder" or each.name in context.donated), None)
         if taken is not None:
@@ -132,7 +133,8 @@ def _stores(
         if bases[node] in held or buffer_of(bases[node]) is not None:
             yield place, node, read
         else:
-            sources[node] = {each: alike for each, alike in read.items() if numel_of(each) <= numel_of(node)}
+            numel = numel_of(node)
+            sources[node] = {each: alike for each, alike in read.items() if numel_of(each) <= numel}
 
 
 def _outlasting(

@@ -168,7 +168,7 @@ def test_one_process_shows_what_a_rank_of_many_does(tmp_path: Path) -> None:
 def test_a_system_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY)
-    done, measured = compared(script, tmp_path, "--systems", "raises,dies,hangs,ddp", "--deadline", "10")
+    done, measured = compared(script, tmp_path, "--systems", "raises,dies,hangs,ddp", "--deadline", "15")
     assert done.returncode == 1
     errors = {r["system"]: r["error"] for r in measured["results"]}
     assert "[rank 0] build" in errors["raises"] and "ValueError: a fault of its own" in errors["raises"]

@@ -13,6 +13,8 @@ from torch._ops import OpOverload
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """Arguments that the node's operator writes to."""
+    if not isinstance(node.target, OpOverload) or not _writes(node.target):
+        return []
     return [arg for arg, written in aliasing_arguments(node) if written]
 
 
@@ -47,11 +49,11 @@ def viewed(node: fx.Node) -> fx.Node | None:
     if node.target is getitem:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
+    if not isinstance(node.target, OpOverload) or not _returns_an_argument(node.target):
+        return None
     if node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
-    if isinstance(node.target, OpOverload) and returns_an_argument(node.target):
-        return next((arg for arg, _ in aliasing_arguments(node)), None)
-    return None
+    return next((arg for arg, _ in aliasing_arguments(node)), None)
 
 
 def is_pointwise(target: object) -> bool:
@@ -61,10 +63,16 @@ def is_pointwise(target: object) -> bool:
 
 # Schemas are built anew whenever they are asked for, and passes ask of every node many times.
 @functools.cache
-def returns_an_argument(target: OpOverload) -> bool:
+def _returns_an_argument(target: OpOverload) -> bool:
     """Whether the operator's first result is an argument, or a view of one."""
     returns = target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None
+    return target in _UNDECLARED_VIEWS or (bool(returns) and returns[0].alias_info is not None)
+
+
+@functools.cache
+def _writes(target: OpOverload) -> bool:
+    """Whether the operator writes to an argument."""
+    return any(written for _, _, written in aliased(target))
 
 
 @functools.cache
