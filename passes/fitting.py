@@ -13,7 +13,8 @@ from ..schedule import Scheduled, TaskGraph, find_schedule, lower_bound
 _ATTEMPTS = 6  # at a schedule whose slots fit
 _CLOSE = 1 / 16  # of the budget's room: between limits that are nearer none is tried
 _NEAR = 1.05  # times the bound: what takes no longer is not worth more memory
-_MORE = (2, 4)  # times the budget's room, for what is far from the bound
+_MORE = (2, 4, 8, 16, 32)  # times the budget's room, for what is far from the bound: the last three while they pay
+_ALWAYS = 4
 _BETWEEN = 8  # attempts, for such, at less memory for as much time
 
 Planned = tuple[Scheduled, int]
@@ -54,13 +55,17 @@ class Fitting:
         if fitting[1] <= self.budget and _seconds(fitting) <= self._near:
             return fitting
         for times in _MORE:
+            best = min(self._cost_of(each) for each in tried.values())
             limit = self.least + times * max(self.budget - self.least, 0)
             tried[limit] = self._planned(limit)
-            if _seconds(tried[limit]) <= self._near:
+            if _seconds(tried[limit]) <= self._near or (times >= _ALWAYS and self._cost_of(tried[limit]) >= best):
                 break
         self._look_between(tried, self._cost)
         affordable = [each for each in tried.values() if each[1] <= max(there_are, fitting[1])]
-        return min(affordable, key=lambda each: self._cost(_seconds(each), each[1]))
+        return min(affordable, key=self._cost_of)
+
+    def _cost_of(self, each: Planned) -> float:
+        return self._cost(_seconds(each), each[1])
 
     def _cost(self, seconds: float, nbytes: int) -> float:
         """Time times memory, of which there is as much as the budget in any case."""

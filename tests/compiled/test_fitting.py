@@ -45,6 +45,9 @@ def test_within_a_budget_limits_are_tried_beyond_one_whose_slots_did_not_fit(mon
         ({1000: 9.0, 2000: 8.0, 4000: 1.0}, 9000, 4000),
         ({1000: 9.0, 2000: 4.0, 4000: 1.0}, 3000, 2000),
         ({1000: 9.0, 2000: 4.0, 4000: 1.0}, 500, 1000),
+        ({1000: 80.0, 2000: 38.0, 4000: 18.0, 8000: 8.0, 16000: 7.0}, 99000, 8000),  # while twice as much pays
+        ({1000: 80.0, 2000: 38.0, 4000: 18.0, 8000: 8.0, 16000: 7.0}, 5000, 4000),
+        ({1000: 80.0, 2000: 38.0, 4000: 20.0, 8000: 1.0}, 99000, 2000),
     ],
 )
 def test_without_a_budget_more_memory_is_taken_for_more_of_the_time_as_far_as_the_device_has_it(
