@@ -196,9 +196,18 @@ class _Bench:
 
     def _job(self, start: str, ranks: int, joined: wire.Wire | None) -> Job:
         workload = Workload("30M", self.args.batch, self.args.seq, "fp32", "cpu", 0)
-        home, deadline = str(self.folder), self.args.deadline
         return Job(
-            "vescale", self.args.policy, workload, ranks, None, 1, home, start, joined, deadline, own_cache=False
+            "vescale",
+            self.args.policy,
+            workload,
+            ranks,
+            None,
+            1,
+            str(self.folder),
+            start,
+            joined,
+            self.args.deadline,
+            own_cache=False,
         )
 
 

@@ -102,8 +102,19 @@ def main() -> int:
         def job(system: str) -> Job:
             home = Path(folder, system)
             home.mkdir(exist_ok=True)
-            placed = (str(home), "once", joined, args.deadline)
-            return Job(system, args.policy, workload, HOSTS, None, 1, *placed, own_cache=False)
+            return Job(
+                system,
+                args.policy,
+                workload,
+                HOSTS,
+                None,
+                1,
+                str(home),
+                "once",
+                joined,
+                args.deadline,
+                own_cache=False,
+            )
 
         lanes = _ours(job, args)
         for system in args.peers:

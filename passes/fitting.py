@@ -13,8 +13,8 @@ from ..schedule import Scheduled, TaskGraph, find_schedule, lower_bound
 _ATTEMPTS = 6  # at a schedule whose slots fit
 _CLOSE = 1 / 16  # of the budget's room: between limits that are nearer none is tried
 _NEAR = 1.05  # times the bound: what takes no longer is not worth more memory
-_MORE = (2, 4, 8, 16, 32)  # times the budget's room, for what is far from the bound: the last three while they pay
-_ALWAYS = 4
+_MORE = (2, 4, 8, 16, 32)  # times the budget's room, for what is far from the bound
+_ALWAYS = 4  # of them; what is behind is tried as long as each is worth more than all before
 _BETWEEN = 8  # attempts, for such, at less memory for as much time
 
 Planned = tuple[Scheduled, int]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..cost import collective_cost, host
-from ..cost.collectives import ALL_GATHER, ALL_TO_ALL, replica_average_cost
+from ..cost.collectives import ALL_GATHER, ALL_TO_ALL, averaged_over_replicas
 from ..cost.compute import compute_seconds, issue_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
@@ -221,28 +221,30 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     sent, kind = (scratch // 2, ALL_TO_ALL) if exchanges else (full, each.kind)
     comm = context.units[each.unit].comm
     cluster = context.cluster.of(comm.world_size)
-    cost = collective_cost(cluster, kind, sent)
-    # On a stream of its own, but for CPUs.
-    here, then = replica_average_cost(
-        cluster, 1 if each.gathers else comm.replica_count, full / comm.world_size, beside=not comm.exchanges
+    cost, then = averaged_over_replicas(
+        collective_cost(cluster, kind, sent),
+        cluster,
+        1 if each.gathers else comm.replica_count,
+        full / comm.world_size,
+        beside=not comm.exchanges,  # on a stream of its own, but for CPUs
     )
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
         f"{each.kind} of {context.units[each.unit].name}",
-        cost.latency + here.latency,
-        cost.wire_time + here.wire_time,
+        cost.latency,
+        cost.wire_time,
         writers=() if each.gathers else touched or (0,),
         readers=(touched or (segments - 1,)) if each.gathers else (),
         input_bytes=0 if each.gathers else full,
         output_bytes=full if each.gathers and not each.escapes else 0,
         scratch_bytes=scratch,
         lane=_lane(each, context),
-        load=max(cost.load, here.load),
+        load=cost.load,
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         launch=cost.launch,
         issue=cluster.device.of_host(host.UNIT),
-        call=cost.call + here.call + then.call,
+        call=cost.call + then.call,
         then_latency=then.latency,
         then_wire_time=then.wire_time,
         merge=_merge(each, context),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_compile.cost import Cluster, CollectiveCost, collective_cost, replica_average_cost
+from vescale_compile.cost import Cluster, CollectiveCost, averaged_over_replicas, collective_cost
 from vescale_compile.cost.collectives import NOTHING
 from vescale_compile.planner.models import PUBLISHED, Shapes, published
 from vescale_compile.schedule import Compute, TaskGraph, Transfer
@@ -87,24 +87,22 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
     for name, (_, backward) in uses.items():
         nbytes = GRADIENT_BYTES * units[name]
         cost = collective_cost(cluster, "reduce_scatter", nbytes)
-        here, then = replica_average_cost(cluster, replicas, nbytes / cluster.ranks, beside=True)
-        transfers.append(_transfer(f"reduce {name}", cost, here, then, writers=backward, input_bytes=nbytes))
+        cost, then = averaged_over_replicas(cost, cluster, replicas, nbytes / cluster.ranks, beside=True)
+        transfers.append(_transfer(f"reduce {name}", cost, then, writers=backward, input_bytes=nbytes))
     return TaskGraph(tuple(compute), tuple(transfers), apart=True)
 
 
-def _transfer(
-    name: str, cost: CollectiveCost, here: CollectiveCost = NOTHING, then: CollectiveCost = NOTHING, **uses: object
-) -> Transfer:
-    """One collective, and what it takes to average what it reduces: on its own links, and on others afterwards."""
+def _transfer(name: str, cost: CollectiveCost, then: CollectiveCost = NOTHING, **uses: object) -> Transfer:
+    """One collective, and what it takes on other links afterwards."""
     return Transfer(
         name,
-        cost.latency + here.latency,
-        cost.wire_time + here.wire_time,
-        load=max(cost.load, here.load),
+        cost.latency,
+        cost.wire_time,
+        load=cost.load,
         stretch=cost.stretch,
         wakeup=cost.wakeup,
         launch=cost.launch,
-        call=cost.call + here.call + then.call,
+        call=cost.call + then.call,
         then_latency=then.latency,
         then_wire_time=then.wire_time,
         **uses,  # type: ignore[arg-type]

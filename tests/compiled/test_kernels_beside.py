@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
-from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.utils import fresh_cache
+from written import empty_cache
 
 import vescale_compile as vc
 from vescale_compile import backend
@@ -24,8 +23,7 @@ pytestmark = pytest.mark.slow  # left out of `make test-fast`
 def one_of_two_ranks() -> Iterator[None]:
     """With empty caches."""
     torch._dynamo.reset()
-    pick_vec_isa()  # kept for the process, it would be compiled anew in an empty folder
-    with fake_world(2), fresh_cache():
+    with fake_world(2), empty_cache():
         yield
 
 

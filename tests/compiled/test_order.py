@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor.codecache import FxGraphCachePickler
 from torch._inductor.fx_utils import FakeTensorUpdater
-from torch._inductor.utils import fresh_cache
-from written import code_written_for
+from written import code_written_for, empty_cache
 
 import vescale_compile as vc
 from vescale_compile import warm_start
@@ -242,7 +241,7 @@ def test_generated_code_that_waits_may_write_what_was_not_in_memory():
 
     compiled = torch.compile(add_rows)
     given = torch.ones(4, 4), torch.ones(4, 4), torch.tensor([0, 0, 2, 3])
-    with inductor_order.order_kept(pinned), fresh_cache():
+    with inductor_order.order_kept(pinned), empty_cache():
         torch.testing.assert_close(compiled(*given), add_rows(*given))
 
 

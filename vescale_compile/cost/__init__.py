@@ -6,7 +6,7 @@ Everything here is arithmetic on its arguments, so that all ranks decide alike. 
 
 from vescale_compile.cost.calibration import Calibration
 from vescale_compile.cost.cluster import PRESETS, Cluster, Link, MeasuredCollective, gpu_cluster, wire_cluster
-from vescale_compile.cost.collectives import KINDS, CollectiveCost, collective_cost, replica_average_cost
+from vescale_compile.cost.collectives import KINDS, CollectiveCost, averaged_over_replicas, collective_cost
 from vescale_compile.cost.devices import DEVICES, Device, device
 from vescale_compile.cost.optimizer import OPTIMIZERS, OptimizerCost
 
@@ -22,9 +22,9 @@ __all__ = [
     "Link",
     "MeasuredCollective",
     "OptimizerCost",
+    "averaged_over_replicas",
     "collective_cost",
     "device",
     "gpu_cluster",
-    "replica_average_cost",
     "wire_cluster",
 ]

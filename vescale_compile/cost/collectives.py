@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vescale_compile.cost.cluster import Cluster
 
@@ -79,13 +79,14 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
     return min(candidates, key=lambda cost: (cost.seconds, cost.algorithm))
 
 
-def replica_average_cost(
-    shards: Cluster, replicas: int, nbytes: float, *, beside: bool
+def averaged_over_replicas(
+    reduction: CollectiveCost, shards: Cluster, replicas: int, nbytes: float, *, beside: bool
 ) -> tuple[CollectiveCost, CollectiveCost]:
-    """Time of the average over replicas of what has been reduced among shards: of it what the shards' own links take,
-    and what other links take afterwards. One of the two is nothing.
+    """What a reduction among shards costs that is averaged over replicas: on the shards' own links, and on others
+    afterwards, which may be nothing.
 
     Args:
+        reduction: without the average.
         shards: one replica.
         replicas: that follow one another.
         nbytes: of a rank's part of what was reduced.
@@ -93,7 +94,16 @@ def replica_average_cost(
     """
     across = shards.across(replicas)
     average = collective_cost(across, ALL_REDUCE, nbytes)
-    return (NOTHING, average) if beside and shards.nodes == 1 < across.nodes else (average, NOTHING)
+    if beside and shards.nodes == 1 < across.nodes:
+        return reduction, average
+    joined = replace(
+        reduction,
+        latency=reduction.latency + average.latency,
+        wire_time=reduction.wire_time + average.wire_time,
+        load=max(reduction.load, average.load),
+        call=reduction.call + average.call,
+    )
+    return joined, NOTHING
 
 
 def _cost(cluster: Cluster, algorithm: str, steps: tuple[float, float], wire_time: float) -> CollectiveCost:
