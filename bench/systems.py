@@ -3,7 +3,8 @@
 All of them train the same module, built from the same seed, with the same optimizer on ``model.parameters()``.
 Each is set up as its own documentation recommends, and on CPUs, where FSDP2 would not overlap and Inductor's newer
 passes can't run, with what overlap it can have there. Those that form units form every decoder layer, and the rest
-(embedding, last norm, output projection); ours gathers the parts of a layer apart, except as ``vescale-whole-blocks``.
+(embedding, last norm, output projection); ours gathers the parts of a layer apart, except as ``vescale-whole-blocks``,
+and compiles the whole model, except as ``vescale-layers``, which compiles each layer by itself, as FSDP2 does.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class _Ours:
         *,
         lowering: str,
         whole_blocks: bool,
+        by_layer: bool,
         quantizer: vc.BlockInt8 | None,
     ) -> None:
         for part in [*(model.get_submodule("layers").children() if whole_blocks else ()), model]:
@@ -128,10 +130,12 @@ class _Ours:
             )
         self.graphs: list[GraphReport] = []
         backend = functools.partial(vescale, options={"lowering": lowering}, on_compiled=self.graphs.append)
-        self.compiled = torch.compile(model, backend=backend, dynamic=False)
+        self.call = model if by_layer else torch.compile(model, backend=backend, dynamic=False)
+        for layer in model.get_submodule("layers").children() if by_layer else ():
+            layer.compile(backend=backend, dynamic=False)
 
     def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.compiled(tokens, labels)
+        return self.call(tokens, labels)
 
     def planned_bytes(self) -> int:
         return max(graph.peak_bytes for graph in self.graphs)
@@ -142,10 +146,13 @@ def _ours(
     lowering: str = "inductor",
     *,
     whole_blocks: bool = False,
+    by_layer: bool = False,
     quantizer: vc.BlockInt8 | None = None,
     default: bool = False,
 ) -> System:
-    distribute = functools.partial(_Ours, lowering=lowering, whole_blocks=whole_blocks, quantizer=quantizer)
+    distribute = functools.partial(
+        _Ours, lowering=lowering, whole_blocks=whole_blocks, by_layer=by_layer, quantizer=quantizer
+    )
     rounds, planned = quantizer is not None, _Ours.planned_bytes
     return System(name, distribute, SHARDED, rounds=rounds, planned_bytes=planned, default=default)
 
@@ -166,6 +173,7 @@ SYSTEMS = {
         System("simplefsdp-over-our-messages", simple_fsdp_over_messages, SHARDED, fakes=False, default=False),
         _ours(OURS, default=True),
         _ours("vescale-whole-blocks", whole_blocks=True),
+        _ours("vescale-layers", by_layer=True),
         _ours("vescale-int8", quantizer=vc.BlockInt8()),
         _ours("vescale-eager-lowering", "eager"),
     )

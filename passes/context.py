@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, fx
 
 from ..cost import Cluster
+from ..runtime.courses import TURNS
 from ..runtime.model import Beside
 from ..runtime.pool import SlotSpec
 from ..runtime.unshard import CommSpec, ParamView
@@ -261,6 +262,11 @@ class CompileContext:
         return self.shard_bytes + self.beside.standing
 
     @property
+    def turns(self) -> int:
+        """How many times there are slots: graphs of a layer that is compiled like others take turns at them."""
+        return TURNS if self.beside.one_of_many else 1
+
+    @property
     def spare(self) -> int | None:
         """Bytes that the step may take where it need not: what forwards before it leave of a memory budget, for the
         last graph of a step. None without a budget, or where nobody knows what graphs to come will need."""
@@ -270,11 +276,18 @@ class CompileContext:
         """What a buffer holds, and of which unit."""
         return f"{buffer.use.value} of {self.units[buffer.unit].name}"
 
-    def room(self, allowance: int) -> int:
-        """Bytes that a step is to take at most: what is spare, or an ``allowance`` for overlap within the budget."""
+    def room(self, allowance: int, apart: int) -> int:
+        """Bytes that a step is to take at most, with the slots of one turn: what is spare, or an ``allowance`` for
+        overlap within the budget; ``apart`` of them outside of slots."""
         if self.spare is not None:
             return self.spare
-        return allowance if self.memory_budget is None else min(allowance, self.memory_budget)
+        return allowance if self.memory_budget is None else min(allowance, self.budget_of_a_turn(apart))
+
+    def budget_of_a_turn(self, apart: int) -> int:
+        """Bytes that a step may take with the slots of one turn, ``apart`` of them outside of slots, so that with all
+        turns' it takes no more than the memory budget."""
+        assert self.memory_budget is not None
+        return (self.memory_budget + (self.turns - 1) * apart) // self.turns
 
     def found(self) -> dict[str, Any]:
         """What passes have found out, by field: all that a compilation of an equal graph would find again."""

@@ -55,8 +55,9 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     others = [need for part, need in context.needs.items() if part is not context.part]
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
     fullest = max([_taken(gm.graph, context)[1], *(other.peak for other in others)])
-    tasks = task_graph(gm.graph, context, collectives, segments, context.standing_bytes + fullest, context.part)
-    found = _schedule(tasks, gm.graph, context, collectives, segments, others)
+    apart = context.standing_bytes + fullest
+    tasks = task_graph(gm.graph, context, collectives, segments, apart, context.part)
+    found = _schedule(tasks, gm.graph, context, collectives, segments, others, apart)
     schedule, timeline = agreed_schedule(found.schedule, tasks, collectives, context), found.timeline
     if schedule != found.schedule:
         _move(gm.graph, schedule, collectives, segments)
@@ -82,12 +83,14 @@ def _schedule(
     collectives: Sequence[Collective],
     segments: Sequence[list[fx.Node]],
     others: Sequence[Need],
+    apart: int,
 ) -> Scheduled:
     """Finds the schedule and moves the graph's nodes to match. Free memory between slots may be in pieces: what fits as
-    bytes but not as slots may fit if nothing overlaps, or if launches are not as early as can be."""
+    bytes but not as slots may fit if nothing overlaps, or if launches are not as early as can be. Where graphs take
+    turns, bytes are those of a step with the slots of one turn; ``apart`` of them are outside of slots."""
     assert context.part is not None
     least = least_peak(tasks)
-    budget = context.room(max([least + room_ahead(tasks), *(other.allowance for other in others)]))
+    budget = context.room(max([least + room_ahead(tasks), *(other.allowance for other in others)]), apart)
 
     def planned_with(found: Scheduled) -> int:
         _move(graph, found.schedule, collectives, segments)
@@ -99,11 +102,11 @@ def _schedule(
         found, planned = fitting.worth_most(_device_leaves(context))
     else:
         found, planned = fitting.fastest()
-        if planned > context.memory_budget:
+        if planned > context.budget_of_a_turn(apart):
             found = synchronous_schedule(tasks)
             planned = planned_with(found)
-        if planned > context.memory_budget:
-            _refuse(tasks, planned, context)
+        if planned > context.budget_of_a_turn(apart):
+            _refuse(tasks, planned + (context.turns - 1) * (planned - apart), context)
     early = launched_early(tasks, found)
     if planned_with(early) <= planned:
         return early

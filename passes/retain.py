@@ -134,7 +134,7 @@ def _to_carry(step: Step, kept: frozenset[int], context: CompileContext) -> froz
     if first is None or not context.beside.followed:
         return frozenset()
     carried = frozenset([first])
-    room = context.room(max(step.allowances(kept).values()))
+    room = context.room(max(step.allowances(kept).values()), step.standing + step.peak(kept))
     return carried if step.planned(kept, carried) <= room else frozenset()
 
 

@@ -127,7 +127,7 @@ def check_memory(graph: fx.Graph, context: CompileContext) -> None:
     budget = context.memory_budget
     if budget is None:
         return
-    slots = pooled_bytes(context.slots.values())
+    slots = pooled_bytes(context.slots.values(), context.turns)
     peaks = [peak_of(graph, context), *(summary.peak for summary in context.summaries.values())]
     taken = context.standing_bytes + slots + max(peak.nbytes for peak in peaks)
     if taken > budget:

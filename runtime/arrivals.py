@@ -7,7 +7,8 @@ the process starts: by then the slots that they use are wanted again, and all of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,14 +101,31 @@ def arrival_of(result: Tensor) -> Arrival | None:
     return _arrivals.get(result.data_ptr())
 
 
-def settle() -> None:
-    """Waits for everything that was left in flight. Of what fails the first is raised, once; whoever reads it gets its
-    own failure."""
-    kept = list(_kept)
+def next_number() -> int:
+    """Less than those of the reductions that are left from now on, and more than those that were left before."""
+    return next(_numbers)
+
+
+def wait_for_uses(memory: Sequence[Tensor]) -> None:
+    """Waits for what was left in flight and uses some of the ``memory``, which is about to be written."""
+    for arrival in list(_arrivals.values()):
+        if any(_overlap(used, written) for used in arrival.uses for written in memory):
+            arrival.wait()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    begin, end = one.data_ptr(), one.data_ptr() + one.nbytes
+    return begin < other.data_ptr() + other.nbytes and other.data_ptr() < end
+
+
+def settle(before: float = math.inf) -> None:
+    """Waits for everything that was left in flight, or for what has numbers ``before`` that one. Of what fails the
+    first is raised, once; whoever reads it gets its own failure."""
+    left = [_arrivals.pop(address) for address, each in list(_arrivals.items()) if each.number < before]
+    waiting = [*_kept, *left]
     _kept.clear()
     failures: list[RuntimeError] = []
-    while kept or _arrivals:
-        arrival = kept.pop() if kept else _arrivals.pop(next(iter(_arrivals)))
+    for arrival in waiting:
         try:
             arrival.wait()
         except RuntimeError as failure:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..torch_internals.autograd import after_backward
-from .dbuffer import DBuffer
+
+if TYPE_CHECKING:
+    from .courses import Course
+    from .dbuffer import DBuffer
 
 
 class Backward:
@@ -21,10 +25,12 @@ class Backward:
 
     Attributes:
         aside: by buffer, reduced gradients by index of the parameter, which it has not come to.
+        course: of its graphs that take turns; None if it has not come to one.
     """
 
     def __init__(self) -> None:
         self.aside: dict[DBuffer, dict[int, Tensor]] = {}
+        self.course: Course | None = None
         self._at_end: dict[Hashable, Callable[[], None]] = {}
 
     def at_end(self, key: Hashable, function: Callable[[], None]) -> None:

@@ -26,6 +26,7 @@ from ..torch_internals.inductor_graphs import generate_sums_into
 from .collectives import Nothing, Pending, padding_is_read, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
+from .courses import Pairs, gather
 from .groups import group_named
 from .messages import tell_apart
 from .reductions import add_held, held_back, with_held
@@ -94,13 +95,15 @@ def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, reductio
 
 
 def _start_gather(shard: Tensor, full: Tensor, unit: int, group: str, with_next: bool = False) -> None:
-    ranks = group_named(group)
-    if not (with_next or _gathers):
-        launched(full, _start_all_gather(shard, full, ranks))
-    elif together := _all_of(_gathers, [(shard, full)], with_next):
-        pending = start_all_gathers(together, ranks)
+    if together := _all_of(_gathers, [(shard, full)], with_next):
+        pending = gather(together, group, _start_gathers)
         for _, each in together:
             launched(each, pending)
+
+
+def _start_gathers(pairs: Pairs, group: str) -> Pending:
+    ranks = group_named(group)
+    return _start_all_gather(*pairs[0], ranks) if len(pairs) == 1 else start_all_gathers(pairs, ranks)
 
 
 def _start_reduce(

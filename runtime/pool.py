@@ -7,6 +7,9 @@ forward leaves for a backward lies in memory set apart for that, for its process
 group, where groups overlap, or of a model of another dtype may run in between. Memory is allocated when a graph is
 first called, all that it and its backward use together, and freed with the last graph that uses it. It comes from
 PyTorch's allocator, or, where it was asked for, from the registered memory of a process group.
+
+Graphs of layers that are compiled one by one have such memory twice, and take turns: while one of them runs, what the
+graph before it has left in flight goes on, and what the next one begins with comes (``courses.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arrivals import settle
+from . import courses
 from .ops import end_failed_graph
 from .registered import allocate_registered
 
@@ -145,37 +148,67 @@ def _alone() -> Iterator[None]:
         _running = False
 
 
-_memories: WeakValueDictionary[tuple[dist.ProcessGroup | None, Hashable], _Memory] = WeakValueDictionary()
+_memories: WeakValueDictionary[tuple[dist.ProcessGroup | None, int | None, Hashable], _Memory] = WeakValueDictionary()
+"""By whose registered memory it is, whose turn it is for, and :attr:`SlotSpec.memory`."""
+
+
+class _GraphSlots:
+    """A graph's slots: for each turn a memory of its own that each is a place in, and the bytes that the graph and its
+    backward want of such memories."""
+
+    def __init__(
+        self, specs: Sequence[SlotSpec], memories: Sequence[Sequence[_Memory]], wanted: Sequence[dict[_Memory, int]]
+    ) -> None:
+        self._specs = specs
+        self._memories = memories
+        self._wanted = wanted
+
+    def all(self, turn: int) -> list[Tensor]:
+        return self.numbered(range(len(self._specs)), turn)
+
+    def numbered(self, numbers: Sequence[int], turn: int) -> list[Tensor]:
+        for memory, nbytes in self._wanted[turn].items():
+            memory.grow(nbytes)
+        return [self._memories[turn][number].take(self._specs[number]) for number in numbers]
+
+    def numbers_of(self, tensors: Sequence[Tensor], turn: int) -> tuple[int, ...] | None:
+        slots, places = ([(t.data_ptr(), t.numel(), t.dtype) for t in each] for each in (self.all(turn), tensors))
+        return tuple(map(slots.index, places)) if set(places) <= set(slots) else None
 
 
 class StepSlots:
     """The slots of a compilation's graphs, a forward and its backward: allocated when the first of them is called."""
 
-    def __init__(self, registered: dist.ProcessGroup | None = None) -> None:
-        """``registered`` is the process group whose registered memory the slots are; None for PyTorch's allocator."""
+    def __init__(self, registered: dist.ProcessGroup | None = None, *, turns: int = 1) -> None:
+        """
+        Args:
+            registered: the process group whose registered memory the slots are; None for PyTorch's allocator.
+            turns: 1, or as many as graphs take in a course (``courses.py``).
+        """
         self._registered = registered
-        self._wanted: dict[_Memory, int] = {}  # bytes, of all graphs
+        self._turns: Sequence[int | None] = range(turns) if turns > 1 else (None,)
+        self._wanted: list[dict[_Memory, int]] = [{} for _ in self._turns]  # bytes, of all graphs
 
     def add(self, run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
         """A boxed function that calls ``run``, another, with the slots ``specs`` after its own arguments.
 
-        What the graph before it left in flight, out of slots that this one may write, is waited for first, also where
-        that graph raised; and on a GPU that graph itself, where it ran on another stream.
+        What the graphs before it left in flight, out of slots that this one may write, is waited for first, also where
+        one of them raised; and on a GPU the last of them itself, where it ran on another stream.
         """
-        slots = [(self._reserved(spec), spec) for spec in specs]
-        for memory, spec in slots:
-            self._wanted[memory] = max(self._wanted.get(memory, 0), spec.end)
+        memories = [[self._reserved(spec, turn) for spec in specs] for turn in self._turns]
+        for wanted, of_turn in zip(self._wanted, memories, strict=True):
+            for memory, spec in zip(of_turn, specs, strict=True):
+                wanted[memory] = max(wanted.get(memory, 0), spec.end)
+        slots = _GraphSlots(specs, memories, self._wanted)
         gpus = sorted({spec.device for spec in specs if spec.device.type == "cuda"}, key=str)
+        in_course = slots if len(self._turns) > 1 else None
 
         def call(args: list[Any]) -> Any:
-            with _alone():
-                settle()
+            with _alone(), courses.running(in_course) as turn:
                 end_failed_graph()
                 for device in gpus:
                     _follow_last_use(device)
-                for memory, nbytes in self._wanted.items():
-                    memory.grow(nbytes)
-                args.extend(memory.take(spec) for memory, spec in slots)
+                args.extend(slots.all(turn))
                 try:
                     return run(args)
                 finally:
@@ -186,8 +219,10 @@ class StepSlots:
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    def _reserved(self, spec: SlotSpec) -> _Memory:
-        return _memories.setdefault((self._registered, spec.memory), _Memory(spec.device, self._registered))
+    def _reserved(self, spec: SlotSpec, turn: int | None) -> _Memory:
+        """What is carried from one graph to another is in one place for both."""
+        key = self._registered, None if spec.carried else turn, spec.memory
+        return _memories.setdefault(key, _Memory(spec.device, self._registered))
 
 
 def with_fresh_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec]) -> Callable[[list[Any]], Any]:
@@ -202,9 +237,9 @@ def with_fresh_slots(run: Callable[[list[Any]], Any], specs: Sequence[SlotSpec])
     return call
 
 
-def pooled_bytes(graphs: Iterable[Sequence[SlotSpec]]) -> int:
-    """What the slots of several graphs take together, which have the same memory."""
+def pooled_bytes(graphs: Iterable[Sequence[SlotSpec]], turns: int = 1) -> int:
+    """What the slots of several graphs take together, which have the same memory, for each of so many turns."""
     ends: dict[Hashable, int] = {}
     for spec in chain.from_iterable(graphs):
-        ends[spec.memory] = max(ends.get(spec.memory, 0), spec.end)
+        ends[spec.memory] = max(ends.get(spec.memory, 0), spec.end * (1 if spec.carried else turns))
     return sum(ends.values())

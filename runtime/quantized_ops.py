@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import Nothing, Pending, over_replicas, padding_is_read, start_all_to_all, start_gather_in_place
+from .courses import Pairs, gather
 from .groups import group_named
 from .messages import tell_apart
 from .ops import define, in_flight_on, launched, replicas_of
@@ -44,7 +45,11 @@ def _all_gather(shard: Tensor, unit: int, world_size: int, group: str, dtype: to
 
 
 def _start_gather(shard: Tensor, packed: Tensor, unit: int, group: str, packing: str, compiled: bool) -> None:
-    launched(packed, start_quantized_gather(shard, packed, group_named(group), packing, compiled))
+    def start(pairs: Pairs, group: str) -> Pending:
+        (pair,) = pairs
+        return start_quantized_gather(*pair, group_named(group), packing, compiled)
+
+    launched(packed, gather([(shard, packed)], group, start))
 
 
 @torch.no_grad()

@@ -142,7 +142,7 @@ def _lowered(
     )
     flat = [example for unit in captured.context.units for _, example in unit.inputs if example is not None]
     inputs = [*flat, *(example_inputs[i] for i in captured.others)]
-    add_slots = StepSlots(registered).add if generate_code else with_fresh_slots
+    add_slots = StepSlots(registered, turns=captured.context.turns).add if generate_code else with_fresh_slots
     if captured.context.lowering is Lowering.INDUCTOR:
         return _lower_inductor(captured, inputs, dump, add_slots, generate_code, options.deadline)
     return _lower_eager(captured, inputs, dump, add_slots)

@@ -73,7 +73,7 @@ class GraphReport:
             context.cluster,
             tuple(units),
             dict(context.summaries),
-            pooled_bytes(context.slots.values()),
+            pooled_bytes(context.slots.values(), context.turns),
             context.beside,
         )
 

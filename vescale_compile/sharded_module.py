@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .ragged.dtensor import RaggedDTensor
-from .runtime import eager
+from .runtime import courses, eager
 from .runtime.agreement import agree_on_buffers
 from .runtime.boundary import Binding, binding_of
 from .runtime.dbuffer import DBuffer
@@ -98,18 +98,22 @@ class ShardedModule(nn.Module):
         try:
             if compiling:
                 return forward(*args, **kwargs)
-            if not was_running:
-                buffers = buffers_in(self)
-                agree_on_buffers(buffers)
-                if any(buffer.mesh.size() > 1 for buffer in buffers):
-                    warn_of_unaveraged_in(self)
-            with eager.gathered_once(buffers_read_by(self)):
+            around = contextlib.nullcontext() if was_running else self._vescale_outermost()
+            with around, eager.gathered_once(buffers_read_by(self)):
                 return forward(*args, **kwargs)
         finally:
             in_forward.running = was_running
             if not compiling and isinstance(self, nn.RNNBase):
                 # It keeps what it found at its attributes, which would be the gathered unit until its next forward.
                 self._flat_weights = [self._parameters.get(name) for name in self._flat_weights_names]
+
+    def _vescale_outermost(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward that is in no other's."""
+        buffers = buffers_in(self)
+        agree_on_buffers(buffers)
+        if any(buffer.mesh.size() > 1 for buffer in buffers):
+            warn_of_unaveraged_in(self)
+        return courses.forward_of(buffers)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For ``copy.deepcopy``, as without it; pickling says what to save instead."""

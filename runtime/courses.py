@@ -1,0 +1,274 @@
+"""Layers that are compiled one by one: each graph's first gather is launched while the graph before it runs.
+
+A *course* is what such graphs do in one forward of a model, or in one backward. The next course like it will gather the
+same things in the same order. So when a graph has launched its last gather, and the course has gone as the one before
+it did, the next graph's first gather is launched. Graphs of a course take turns at two memories (``pool.py``): it goes
+into the slot where the next graph has it, and what a backward's graph leaves in flight may stay so while the next runs.
+
+A gather is a collective, so whether it is launched ahead, and whether that will do for the graph that comes to it, must
+be the same on every rank. Both follow from the order of gathers alone, and not from a rank's memory, nor from how often
+it has compiled a layer. Within a course parameters keep their values: a forward refuses what writes to them, and a
+backward has come to a layer's gradients only when it is through with that layer. So nothing is launched ahead from
+course to course.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..torch_internals.autograd import in_backward, profiled_to_the_end
+from .arrivals import next_number, settle, wait_for_uses
+from .backwards import running_backward
+from .collectives import Nothing, Pending
+from .life import Life, life
+
+TURNS = 2
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Shards, each with what it is gathered into."""
+
+Start = Callable[[Pairs, str], Pending]
+"""Launches a gather of pairs by the group of that name."""
+
+
+class Holder(Protocol):
+    """Who has a shard."""
+
+    @property
+    def shard(self) -> Tensor: ...
+
+
+class Slots(Protocol):
+    """Those of a graph that takes turns."""
+
+    def numbers_of(self, tensors: Sequence[Tensor], turn: int) -> tuple[int, ...] | None:
+        """Which slots the tensors are; None if one of them is no slot."""
+
+    def numbered(self, numbers: Sequence[int], turn: int) -> list[Tensor]:
+        """Those slots."""
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """A gather of a course.
+
+    Attributes:
+        sources: the memory of its shards. No other memory is equal to one that is referred to.
+        results: elements and dtype of each that is gathered.
+        call: which of the course's calls of graphs it is in.
+        slots: where the graph has what it gathers, by number; None where it is no slot.
+    """
+
+    sources: tuple[StorageWeakRef, ...]
+    results: tuple[tuple[int, torch.dtype], ...]
+    call: int = field(compare=False)
+    slots: tuple[int, ...] | None = field(compare=False)
+    graph: ref[Slots] = field(compare=False)
+    holders: tuple[ref[Holder], ...] = field(compare=False)
+    group: str = field(compare=False)
+    start: Start = field(compare=False)
+
+
+@dataclass
+class _Ahead:
+    """A gather that was launched for the next graph."""
+
+    stop: _Stop
+    fulls: list[Tensor]
+    pending: Pending
+
+    def move_out(self) -> None:
+        """To memory that nothing else uses."""
+        self.pending.wait()
+        self.pending, self.fulls = Nothing(), [full.clone() for full in self.fulls]
+
+    def into(self, fulls: Sequence[Tensor]) -> Pending:
+        """Has it be, or come, where a graph wants it."""
+        if all(own.data_ptr() == full.data_ptr() for own, full in zip(self.fulls, fulls, strict=True)):
+            return self.pending
+        self.pending.wait()
+        torch._foreach_copy_(list(fulls), self.fulls)
+        return Nothing()
+
+
+class Course:
+    """One forward, or one backward. ``kind`` is equal for those that may go alike."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._calls = 0
+        self._graph: Slots | None = None
+        self._begun = math.inf  # the number of reductions that were left before the last graph began
+        self._known: Sequence[_Stop] = ()  # of the last course like this, as long as this one goes as it did
+        self._route: list[_Stop] = []
+        self._first = True  # gather of the graph
+        self._ahead: _Ahead | None = None
+
+    def enter(self, graph: Slots) -> int:
+        """Begins a call of a graph, and returns whose turn it is: what the graph before the last left is waited for."""
+        turn, self._calls = self._calls % TURNS, self._calls + 1
+        self._graph, self._first = graph, True
+        if self._ahead is not None and self._ahead.stop.graph() is not graph:
+            self._ahead.move_out()  # a graph of other slots may write there before it gathers
+        before, self._begun = self._begun, next_number()
+        settle(before)
+        return turn
+
+    def gather(self, pairs: Pairs, group: str, start: Start) -> Pending:
+        """Launches a gather of the graph that runs, if it was not launched ahead, and maybe the next graph's first."""
+        stop = self._stop(pairs, group, start)
+        pending = self._arriving(stop, pairs) or start(pairs, group)
+        if (following := self._next_after(stop)) is not None:
+            self._ahead = _launched_ahead(following, self._calls % TURNS)
+        return pending
+
+    def leave(self) -> None:
+        """Ends a call of a graph, whose memory is the graph's."""
+        self._graph = None
+
+    def end(self) -> None:
+        """Waits for what was launched ahead of a graph that did not come."""
+        if self._ahead is not None:
+            self._ahead.pending.wait()
+        self._ahead, self._known = None, ()
+
+    def _stop(self, pairs: Pairs, group: str, start: Start) -> _Stop:
+        assert self._graph is not None
+        fulls = [full for _, full in pairs]
+        slots = self._graph.numbers_of(fulls, (self._calls - 1) % TURNS) if self._first else None
+        self._first = False
+        return _Stop(
+            sources=tuple(StorageWeakRef(shard.untyped_storage()) for shard, _ in pairs),
+            results=tuple((full.numel(), full.dtype) for full in fulls),
+            call=self._calls,
+            slots=slots,
+            graph=ref(self._graph),
+            holders=tuple(ref(holder) for shard, _ in pairs if (holder := _holder_of(shard)) is not None),
+            group=group,
+            start=start,
+        )
+
+    def _arriving(self, stop: _Stop, pairs: Pairs) -> Pending | None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        if ahead.stop == stop:
+            return ahead.into([full for _, full in pairs])
+        ahead.pending.wait()
+        return None
+
+    def _next_after(self, stop: _Stop) -> _Stop | None:
+        """The gather that is to be launched ahead: the first of another graph, which can be."""
+        here = len(self._route)
+        if not here:
+            self._known = _routes_of_this_life().get((self._kind, stop), ())
+            _routes_of_this_life()[self._kind, stop] = self._route
+        self._route.append(stop)
+        if here >= len(self._known) or self._known[here] != stop:
+            self._known = ()
+        if here + 1 >= len(self._known):
+            return None
+        following = self._known[here + 1]
+        other = following.call != self._known[here].call
+        gathers_slots_from_shards = following.slots is not None and len(following.holders) == len(following.sources)
+        return following if other and gathers_slots_from_shards else None
+
+
+def _launched_ahead(stop: _Stop, turn: int) -> _Ahead | None:
+    holders, graph = [holder() for holder in stop.holders], stop.graph()
+    shards = [holder.shard for holder in holders if holder is not None]
+    if len(shards) < len(holders):
+        return None  # the model is gone
+    device = shards[0].device
+    if graph is not None and stop.slots is not None:
+        fulls = graph.numbered(stop.slots, turn)
+        wait_for_uses(fulls)
+    else:  # this rank has compiled it anew
+        fulls = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in stop.results]
+    pending = stop.start(list(zip(shards, fulls, strict=True)), stop.group)
+    if profiled_to_the_end(device):
+        pending.wait()
+        pending = Nothing()
+    return _Ahead(stop, fulls, pending)
+
+
+_routes: WeakKeyDictionary[Life, dict[tuple[str, _Stop], Sequence[_Stop]]] = WeakKeyDictionary()
+"""Of the last courses, by their kinds and first gathers."""
+
+_holders: WeakValueDictionary[int, Holder] = WeakValueDictionary()
+"""By the address of the shard."""
+
+_of_forward: Course | None = None
+_last: Course | None = None
+_running: Course | None = None
+
+
+def _routes_of_this_life() -> dict[tuple[str, _Stop], Sequence[_Stop]]:
+    return _routes.setdefault(life(), {})
+
+
+def _holder_of(shard: Tensor) -> Holder | None:
+    holder = _holders.get(shard.data_ptr())
+    own = holder is not None and holder.shard.data_ptr() == shard.data_ptr() and holder.shard.dtype == shard.dtype
+    return holder if own else None
+
+
+@contextlib.contextmanager
+def forward_of(holders: Iterable[Holder]) -> Iterator[None]:
+    """Around the forward of a sharded model, which is in no other's: graphs in it make a course."""
+    global _of_forward
+    for holder in holders:
+        _holders[holder.shard.data_ptr()] = holder
+    around, _of_forward = _of_forward, Course("training" if torch.is_grad_enabled() else "evaluation")
+    try:
+        yield
+        _of_forward.end()
+    finally:
+        _of_forward = around
+
+
+@contextlib.contextmanager
+def running(graph: Slots | None) -> Iterator[int]:
+    """Around a call of a graph, which takes turns unless it is None; yields whose turn it is. What graphs before it
+    left in flight is waited for, where this one may write to their slots."""
+    global _last, _running
+    course = _course() if graph is not None else None
+    if _last is not None and _last is not course and graph is not None:
+        _last.end()
+        _last = None
+    if course is None or graph is None:
+        settle()
+        yield 0
+        return
+    turn = course.enter(graph)
+    _last = _running = course
+    try:
+        yield turn
+    finally:
+        course.leave()
+        _running = None
+
+
+def gather(pairs: Pairs, group: str, start: Start) -> Pending:
+    """Launches a gather, which the graph before it may have done."""
+    return start(pairs, group) if _running is None else _running.gather(pairs, group, start)
+
+
+def _course() -> Course | None:
+    """That which a graph runs in now."""
+    if not in_backward():
+        return _of_forward
+    backward = running_backward()
+    if backward.course is None:
+        backward.course = Course("backward")
+        backward.at_end(Course, backward.course.end)
+    return backward.course

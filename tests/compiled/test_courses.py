@@ -1,0 +1,292 @@
+"""Layers that are compiled one by one: a graph launches the first gather of the next, and waits for none of the last
+one's reductions."""
+
+import contextlib
+import functools
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world, on_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import vescale_compile as vc
+from vescale_compile import backend
+from vescale_compile.report import GraphReport
+from vescale_compile.runtime import arrivals, courses, ops, pool
+from vescale_compile.sharded_module import buffers_in
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+
+def sharded(build: models.Model = models.deep, **options: object) -> tuple[nn.Module, list[GraphReport]]:
+    """A sharded model whose layers are compiled one by one, and the reports of their graphs."""
+    torch._dynamo.reset()
+    model, graphs = vc.fully_shard(models.build(build), **options), []
+    compile_layers(model, graphs)
+    return model, graphs
+
+
+def compile_layers(model: nn.Module, graphs: list[GraphReport], budget: int | None = None) -> None:
+    options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": budget}
+
+    def compile_graph(gm, inputs):
+        return backend.vescale(gm, inputs, options=options, on_compiled=graphs.append)
+
+    for layer in model.layers:
+        layer.compile(backend=compile_graph, dynamic=False)
+
+
+def data_of(*lengths: int) -> list[models.Batch]:
+    return [models.batches(1, 11, shape=(2, length))[0] for length in lengths]
+
+
+@contextmanager
+def logged(model: nn.Module) -> Iterator[list[str]]:
+    """What happens to the layers' graphs and units meanwhile."""
+    log: list[str] = []
+    layers = {buffer.shard.data_ptr(): f"{i}" for i, layer in enumerate(model.layers) for buffer in buffers_in(layer)}
+    enter, start, leave, wait = courses.Course.enter, ops._start_all_gather, arrivals.leave, arrivals.Arrival.wait
+
+    def entered(course: courses.Course, graph: courses.Slots) -> int:
+        log.append("graph")
+        return enter(course, graph)
+
+    def started(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> ops.Pending:
+        if shard.data_ptr() in layers:
+            log.append(f"gather {layers[shard.data_ptr()]}")
+        return start(shard, full, group)
+
+    def left(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]) -> None:
+        log.append("leave")
+        leave(result, uses, finish)
+
+    def waited(arrival: arrivals.Arrival) -> None:
+        if not arrival.over:
+            log.append("wait")
+        wait(arrival)
+
+    with (
+        mock.patch.object(courses.Course, "enter", entered),
+        mock.patch.object(ops, "_start_all_gather", started),
+        mock.patch("vescale_compile.runtime.leaving.leave", left),
+        mock.patch.object(arrivals.Arrival, "wait", waited),
+    ):
+        yield log
+
+
+def known(build: models.Model = models.deep) -> tuple[nn.Module, models.Batch]:
+    """A model that has taken two steps, and a batch."""
+    model, _ = sharded(build)
+    batch = data_of(12)[0]
+    models.train(model, model.parameters(), [batch] * 2)
+    return model, batch
+
+
+@on_ranks(2)
+def test_each_graph_of_a_forward_launches_the_first_gather_of_the_next():
+    model, batch = known()
+    with logged(model) as log:
+        model(*batch)
+    assert log == [
+        *("graph", "gather 0", "gather 1"),
+        *("graph", "gather 2"),
+        *("graph", "gather 3"),
+        "graph",
+    ]
+
+
+@on_ranks(2)
+def test_so_does_each_of_a_backward_while_what_the_last_one_reduces_is_in_flight():
+    model, batch = known()
+    loss = model(*batch)
+    with logged(model) as log:
+        loss.backward()
+    assert log == [
+        *("graph", "gather 3", "gather 2", "leave"),
+        *("graph", "gather 1", "leave"),
+        *("graph", "wait", "gather 0", "leave"),
+        *("graph", "wait", "leave"),
+    ]
+
+
+def trains_as_unsharded(build: models.Model, data: list[models.Batch], **options: object) -> list[GraphReport]:
+    model, graphs = sharded(build, **options)
+    losses = models.train(model, model.parameters(), data)
+    unsharded, reference = models.train_unsharded(build, data)
+    assert losses == pytest.approx(reference, rel=1e-6)
+    assert models.largest_difference(model, unsharded) < 1e-6
+    return graphs
+
+
+class CheckpointedLayers(models.Uneven):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(models.DEEP)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class TwoKinds(models.Uneven):
+    """Layers of two sizes by turns."""
+
+    def __init__(self) -> None:
+        super().__init__(models.DEEP)
+        for i in (1, 3):
+            self.layers[i] = nn.Sequential(nn.Linear(13, 90), nn.Tanh(), nn.Linear(90, 13))
+
+
+class Wandering(models.Uneven):
+    """Goes through its layers in an order that depends on the batch."""
+
+    ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2), (3, 0, 1, 2))
+
+    def __init__(self) -> None:
+        super().__init__(models.DEEP)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for i in self.ORDERS[tokens.shape[1] % len(self.ORDERS)]:
+            x = self.layers[i](x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        models.deep,
+        functools.partial(CheckpointedLayers, reentrant=False),
+        functools.partial(CheckpointedLayers, reentrant=True),
+        TwoKinds,
+        Wandering,
+    ],
+    ids=["layers", "checkpointed", "reentrant", "two_kinds", "wandering"],
+)
+@on_ranks(2)
+def test_numbers_are_those_of_the_unsharded_model(build):
+    trains_as_unsharded(build, data_of(12, 12, 12, 11, 10, 12, 9, 9))
+
+
+@on_ranks(4)
+def test_so_they_are_over_replicas():
+    trains_as_unsharded(
+        models.deep, data_of(12, 12, 12), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    )
+
+
+@on_ranks(2)
+def test_so_they_are_with_quantized_gathers():
+    model, _ = sharded(quantize=vc.BlockInt8(block=8))
+    whole = vc.fully_shard(models.build(models.deep), quantize=vc.BlockInt8(block=8))
+    call = torch.compile(whole, backend="vescale", options={"lowering": "eager"})
+    data = data_of(12, 12, 12)
+    losses = models.train(model, model.parameters(), data)
+    assert losses == pytest.approx(models.train(call, whole.parameters(), data), rel=1e-6)
+
+
+@on_ranks(2)
+def test_so_they_are_where_one_rank_compiles_a_layer_again():
+    """Its slots are then other graphs'."""
+    lengths = [(12, 12), (12, 12), (12, 11), (12, 10), (12, 12)]
+    trains_as_unsharded(models.deep, data_of(*(each[dist.get_rank()] for each in lengths)))
+
+
+@on_ranks(2)
+def test_what_is_written_between_two_forwards_is_what_the_second_reads():
+    model, batch = known()
+    with torch.no_grad():
+        for factor in (0.5, 2.0, 0.25):
+            for param in model.parameters():
+                param.mul_(factor)
+            unsharded = models.build(models.deep)
+            weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            unsharded.load_state_dict(weights)
+            assert model(*batch).item() == pytest.approx(unsharded(*batch).item(), rel=1e-6)
+
+
+@on_ranks(2)
+def test_after_a_forward_and_a_backward_that_raised_training_goes_on():
+    """What they have launched is waited for, and not taken for something else."""
+    model, batch = known()
+    reference, _ = known()
+
+    def fail(*_: object) -> None:
+        raise ValueError("of the program")
+
+    hooks = model.layers[2].register_forward_hook, model.layers[1].register_full_backward_pre_hook
+    for register in hooks:
+        hook = register(fail)
+        with pytest.raises(ValueError, match="of the program"):
+            model(*batch).backward()
+        hook.remove()
+    model.zero_grad()
+    losses = models.train(model, model.parameters(), [batch] * 2)
+    assert losses == models.train(reference, reference.parameters(), [batch] * 2)
+
+
+@on_ranks(2)
+def test_a_rank_alone_may_be_profiled():
+    model, batch = known()
+    profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
+    reference, _ = known()
+    with profiler:
+        losses = models.train(model, model.parameters(), [batch] * 2)
+    assert losses == models.train(reference, reference.parameters(), [batch] * 2)
+
+
+@on_ranks(2)
+def test_models_may_take_turns():
+    """As a student and its teacher do, whose layers are as large."""
+    student, batch = known()
+    teacher, _ = known()
+    reference, _ = known()
+    (expected,) = models.train(reference, reference.parameters(), [batch])
+    for loss in (expected, models.train(reference, reference.parameters(), [batch])[0]):
+        with torch.no_grad():
+            assert teacher(*batch).item() == expected
+        assert models.train(student, student.parameters(), [batch]) == [loss]
+
+
+@on_ranks(2)
+def test_the_slots_of_both_turns_are_planned_and_freed_with_the_graphs():
+    torch._dynamo.reset()
+    gc.collect()
+    before = dict(pool._memories)
+    model, graphs = sharded()
+    for _ in range(2):
+        model(*data_of(12)[0]).backward()
+    own = [memory.tensor.nbytes for key, memory in pool._memories.items() if key not in before]
+    assert sum(own) == graphs[0].slot_bytes > 0
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert dict(pool._memories) == before
+
+
+def test_a_budget_is_for_the_slots_of_both_turns():
+    with fake_world(2):
+        torch._dynamo.reset()
+        model = vc.fully_shard(models.build(models.deep))
+        compile_layers(model, graphs := [], budget=100)
+        with pytest.raises(Exception, match="Give at least") as refused:
+            model(*models.batches(1, 11)[0])
+        least = int(re.search(r"Give at least (\d+)", str(refused.value))[1])
+        for budget in (least, least + 300):
+            torch._dynamo.reset()
+            model = vc.fully_shard(models.build(models.deep))
+            compile_layers(model, graphs := [], budget=budget)
+            model(*models.batches(1, 11)[0]).backward()
+            assert graphs[0].planned_bytes <= budget
