@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
@@ -31,6 +31,10 @@ from .backwards import running_backward
 from .collectives import Nothing, Pending
 from .life import Life, life
 
+if TYPE_CHECKING:
+    from .dbuffer import DBuffer
+    from .pool import GraphSlots
+
 TURNS = 2
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -38,23 +42,6 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 Start = Callable[[Pairs, str], Pending]
 """Launches a gather of pairs by the group of that name."""
-
-
-class Holder(Protocol):
-    """Who has a shard."""
-
-    @property
-    def shard(self) -> Tensor: ...
-
-
-class Slots(Protocol):
-    """Those of a graph that takes turns."""
-
-    def numbers_of(self, tensors: Sequence[Tensor], turn: int) -> tuple[int, ...] | None:
-        """Which slots the tensors are; None if one of them is no slot."""
-
-    def numbered(self, numbers: Sequence[int], turn: int) -> list[Tensor]:
-        """Those slots."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +52,19 @@ class _Stop:
         sources: the memory of its shards. No other memory is equal to one that is referred to.
         results: elements and dtype of each that is gathered.
         call: which of the course's calls of graphs it is in.
-        slots: where the graph has what it gathers, by number; None where it is no slot.
+        slots: where the graph has what it gathers, by number; None where it is no slot, or not the graph's first.
+        graph: whose slots they are.
+        buffers: of the units; fewer than shards where a shard is not a unit's own memory.
+        group: name of the process group.
+        start: launches it.
     """
 
     sources: tuple[StorageWeakRef, ...]
     results: tuple[tuple[int, torch.dtype], ...]
     call: int = field(compare=False)
     slots: tuple[int, ...] | None = field(compare=False)
-    graph: ref[Slots] = field(compare=False)
-    holders: tuple[ref[Holder], ...] = field(compare=False)
+    graph: ref[GraphSlots] = field(compare=False)
+    buffers: tuple[ref[DBuffer], ...] = field(compare=False)
     group: str = field(compare=False)
     start: Start = field(compare=False)
 
@@ -106,14 +97,14 @@ class Course:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._calls = 0
-        self._graph: Slots | None = None
+        self._graph: GraphSlots | None = None
         self._begun = math.inf  # the number of reductions that were left before the last graph began
         self._known: Sequence[_Stop] = ()  # of the last course like this, as long as this one goes as it did
         self._route: list[_Stop] = []
         self._first = True  # gather of the graph
         self._ahead: _Ahead | None = None
 
-    def enter(self, graph: Slots) -> int:
+    def enter(self, graph: GraphSlots) -> int:
         """Begins a call of a graph, and returns whose turn it is: what the graph before the last left is waited for."""
         turn, self._calls = self._calls % TURNS, self._calls + 1
         self._graph, self._first = graph, True
@@ -152,7 +143,7 @@ class Course:
             call=self._calls,
             slots=slots,
             graph=ref(self._graph),
-            holders=tuple(ref(holder) for shard, _ in pairs if (holder := _holder_of(shard)) is not None),
+            buffers=tuple(ref(buffer) for shard, _ in pairs if (buffer := _buffer_of(shard)) is not None),
             group=group,
             start=start,
         )
@@ -179,14 +170,14 @@ class Course:
             return None
         following = self._known[here + 1]
         other = following.call != self._known[here].call
-        gathers_slots_from_shards = following.slots is not None and len(following.holders) == len(following.sources)
-        return following if other and gathers_slots_from_shards else None
+        from_shards_to_slots = following.slots is not None and len(following.buffers) == len(following.sources)
+        return following if other and from_shards_to_slots else None
 
 
 def _launched_ahead(stop: _Stop, turn: int) -> _Ahead | None:
-    holders, graph = [holder() for holder in stop.holders], stop.graph()
-    shards = [holder.shard for holder in holders if holder is not None]
-    if len(shards) < len(holders):
+    buffers, graph = [each() for each in stop.buffers], stop.graph()
+    shards = [buffer.shard for buffer in buffers if buffer is not None]
+    if len(shards) < len(buffers):
         return None  # the model is gone
     device = shards[0].device
     if graph is not None and stop.slots is not None:
@@ -204,8 +195,8 @@ def _launched_ahead(stop: _Stop, turn: int) -> _Ahead | None:
 _routes: WeakKeyDictionary[Life, dict[tuple[str, _Stop], Sequence[_Stop]]] = WeakKeyDictionary()
 """Of the last courses, by their kinds and first gathers."""
 
-_holders: WeakValueDictionary[int, Holder] = WeakValueDictionary()
-"""By the address of the shard."""
+_buffers: WeakValueDictionary[int, DBuffer] = WeakValueDictionary()
+"""By the addresses of their shards."""
 
 _of_forward: Course | None = None
 _last: Course | None = None
@@ -216,18 +207,18 @@ def _routes_of_this_life() -> dict[tuple[str, _Stop], Sequence[_Stop]]:
     return _routes.setdefault(life(), {})
 
 
-def _holder_of(shard: Tensor) -> Holder | None:
-    holder = _holders.get(shard.data_ptr())
-    own = holder is not None and holder.shard.data_ptr() == shard.data_ptr() and holder.shard.dtype == shard.dtype
-    return holder if own else None
+def _buffer_of(shard: Tensor) -> DBuffer | None:
+    buffer = _buffers.get(shard.data_ptr())
+    own = buffer is not None and buffer.shard.data_ptr() == shard.data_ptr() and buffer.shard.dtype == shard.dtype
+    return buffer if own else None
 
 
 @contextlib.contextmanager
-def forward_of(holders: Iterable[Holder]) -> Iterator[None]:
-    """Around the forward of a sharded model, which is in no other's: graphs in it make a course."""
+def forward_of(buffers: Iterable[DBuffer]) -> Iterator[None]:
+    """Around a forward that is in no other's, of a module with these buffers: graphs in it make a course."""
     global _of_forward
-    for holder in holders:
-        _holders[holder.shard.data_ptr()] = holder
+    for buffer in buffers:
+        _buffers[buffer.shard.data_ptr()] = buffer
     around, _of_forward = _of_forward, Course("training" if torch.is_grad_enabled() else "evaluation")
     try:
         yield
@@ -237,7 +228,7 @@ def forward_of(holders: Iterable[Holder]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(graph: Slots | None) -> Iterator[int]:
+def running(graph: GraphSlots | None) -> Iterator[int]:
     """Around a call of a graph, which takes turns unless it is None; yields whose turn it is. What graphs before it
     left in flight is waited for, where this one may write to their slots."""
     global _last, _running

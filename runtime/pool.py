@@ -152,7 +152,7 @@ _memories: WeakValueDictionary[tuple[dist.ProcessGroup | None, int | None, Hasha
 """By whose registered memory it is, whose turn it is for, and :attr:`SlotSpec.memory`."""
 
 
-class _GraphSlots:
+class GraphSlots:
     """A graph's slots: for each turn a memory of its own that each is a place in, and the bytes that the graph and its
     backward want of such memories."""
 
@@ -172,6 +172,7 @@ class _GraphSlots:
         return [self._memories[turn][number].take(self._specs[number]) for number in numbers]
 
     def numbers_of(self, tensors: Sequence[Tensor], turn: int) -> tuple[int, ...] | None:
+        """Which slots the tensors are; None if one of them is no slot."""
         slots, places = ([(t.data_ptr(), t.numel(), t.dtype) for t in each] for each in (self.all(turn), tensors))
         return tuple(map(slots.index, places)) if set(places) <= set(slots) else None
 
@@ -199,7 +200,7 @@ class StepSlots:
         for wanted, of_turn in zip(self._wanted, memories, strict=True):
             for memory, spec in zip(of_turn, specs, strict=True):
                 wanted[memory] = max(wanted.get(memory, 0), spec.end)
-        slots = _GraphSlots(specs, memories, self._wanted)
+        slots = GraphSlots(specs, memories, self._wanted)
         gpus = sorted({spec.device for spec in specs if spec.device.type == "cuda"}, key=str)
         in_course = slots if len(self._turns) > 1 else None
 

@@ -120,6 +120,7 @@ def trained(
     scaled: bool = False,
     own_kernels: bool = False,
     wide: bool = False,
+    by_layer: bool = False,
     **options: object,
 ) -> Trained:
     """Rank 0 of some that train for three steps, on graphs lowered for them unless others did so in the same folder."""
@@ -131,6 +132,7 @@ def trained(
         "scaled": scaled,
         "own_kernels": own_kernels,
         "wide": wide,
+        "by_layer": by_layer,
         "options": options,
     }
     environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
@@ -178,6 +180,12 @@ def own_kernels_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathF
 def wide_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """With matrices as wide, and tokens as many, as GPUs are given: what Inductor generates depends on it."""
     return trained(null_gpu, tmp_path_factory.mktemp("wide"), wide=True)
+
+
+@pytest.fixture(scope="module")
+def layers_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """With layers that are compiled one by one."""
+    return trained(null_gpu, tmp_path_factory.mktemp("layers"), by_layer=True)
 
 
 @pytest.fixture(
@@ -309,6 +317,11 @@ def test_collectives_are_on_other_streams_than_computation_and_reductions_on_ano
 
 
 def test_no_stream_reads_or_writes_memory_that_another_may_still_be_writing(each_run: Trained) -> None:
+    assert_ordered(each_run)
+
+
+def assert_ordered(each_run: Trained) -> None:
+    """Streams wait for one another where they share memory."""
     clocks: dict[str, Counter[str]] = defaultdict(Counter)  # by stream or event: what it has waited for, by stream
     done: list[tuple[Access, str, int]] = []
     checked = 0
@@ -327,6 +340,22 @@ def test_no_stream_reads_or_writes_memory_that_another_may_still_be_writing(each
                         checked += 1
             done += [(access, stream, clocks[stream][stream]) for access in accesses]
     assert checked > 0
+
+
+def test_layers_that_are_compiled_one_by_one_gather_the_next_before_they_compute_and_reduce_while_it_does(
+    layers_run: Trained,
+) -> None:
+    assert_ordered(layers_run)
+    launched = [line[0] for line in layers_run.of("all_gather", "reduce_scatter", "product")]
+    assert [(kind, len(list(group))) for kind, group in itertools.groupby(launched)] == [
+        *(("all_gather", 3), ("product", 7)),  # what is in no layer, and two layers
+        *(("all_gather", 1), ("product", 7)),
+        *(("all_gather", 1), ("product", 7 + 7 + 3)),  # of two layers, and of the head, forward and backward
+        *(("all_gather", 2), ("product", 14), ("reduce_scatter", 1)),
+        *(("all_gather", 1), ("product", 14), ("reduce_scatter", 1)),
+        *(("all_gather", 1), ("product", 14), ("reduce_scatter", 1)),
+        *(("product", 14), ("reduce_scatter", 2)),
+    ]
 
 
 def test_the_peak_is_what_was_planned_with_the_workspaces_of_cublas(each_run: Trained) -> None:

@@ -57,7 +57,7 @@ def logged(model: nn.Module) -> Iterator[list[str]]:
     layers = {buffer.shard.data_ptr(): f"{i}" for i, layer in enumerate(model.layers) for buffer in buffers_in(layer)}
     enter, start, leave, wait = courses.Course.enter, ops._start_all_gather, arrivals.leave, arrivals.Arrival.wait
 
-    def entered(course: courses.Course, graph: courses.Slots) -> int:
+    def entered(course: courses.Course, graph: pool.GraphSlots) -> int:
         log.append("graph")
         return enter(course, graph)
 

@@ -22,6 +22,7 @@ from vescale_compile.examples.llama import SIZES, Llama
 from vescale_compile.local_ranks import start_local_ranks
 from vescale_compile.optim.adamw8bit_kernel import Codebooks
 from vescale_compile.optim.gradients import UnusableGradients
+from vescale_compile.report import Report
 
 STEPS = 3
 WIDE = replace(SIZES["1B"], layers=4)
@@ -44,12 +45,12 @@ def train(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     if how["own_kernels"]:
         _take_own_norms(model)
     vc.fully_shard(model, **_layout(how, world_size))
-    compiled = torch.compile(model, backend="vescale", options=how["options"])
+    compiled = _compiled(model, how)
     optimizer = _optimizer(how["optimizer"], model)
     scaler = torch.amp.GradScaler("cuda", enabled=how["scaled"])
     accumulating = vc.no_sync if how["micro_batches"] > 1 else contextlib.nullcontext
     with accumulating(model):
-        report = vc.explain(compiled, tokens, tokens, options=how["options"])
+        report = Report(()) if how["by_layer"] else vc.explain(compiled, tokens, tokens, options=how["options"])
     for step in range(STEPS):
         log(b"step %d", step)
         torch.cuda.reset_peak_memory_stats()
@@ -70,12 +71,20 @@ def train(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     if isinstance(optimizer, vc.optim.AdamW8bit):
         kept += [table for book in Codebooks.on(device) for table in book]
     states = sum(value.nbytes for value in kept)
-    planned = max(graph.peak_bytes for graph in report.graphs)
+    planned = max((graph.peak_bytes for graph in report.graphs), default=0)
     found = counters["aot_autograd"]["autograd_cache_hit"]
     if rank == 0:
         told = {"peak": peak, "planned": planned, "states": states, "units": units, "found": found}
         print(json.dumps(told | {"launches": [(kind, numel) for kind, numel, _ in launches(report)]}))
     dist.destroy_process_group()
+
+
+def _compiled(model: Llama, how: dict[str, Any]) -> Any:
+    if not how["by_layer"]:
+        return torch.compile(model, backend="vescale", options=how["options"])
+    for layer in model.layers:
+        layer.compile(backend="vescale", options=how["options"])
+    return model
 
 
 def _layout(how: dict[str, Any], world_size: int) -> dict[str, Any]:
