@@ -1,0 +1,151 @@
+"""The commands that predict: ``simulate``, and ``explain`` of ranks that are not there."""
+
+import json
+import re
+
+import pytest
+
+from vescale_compile.__main__ import main
+from vescale_compile.options import Options
+from vescale_compile.quantities import least_text
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    return status, *capsys.readouterr()
+
+
+def test_the_command_simulates_a_published_model_for_several_budgets(capsys):
+    where = ("--model", "llama-3-70b", "--world", "64", "--cluster", "h100")
+    status, out, _ = command(capsys, "simulate", *where, "--budget", "40GB", "70GB", "--json")
+    tight, roomy = json.loads(out)["budgets"]
+    assert status == 0
+    assert roomy["step"] <= tight["step"] and roomy["kept"] >= tight["kept"]
+    states = 8 * 70.55e9 / 64
+    for row, budget in ((tight, 40e9), (roomy, 70e9)):
+        assert row["least"] <= row["step"] and row["peak"] <= budget + states * 1.01
+
+
+@pytest.mark.parametrize(("model", "world", "replicas"), [("llama-3-70b", 1024, 16), ("tiny", 16, 2)])
+def test_ranks_of_replicas_gather_from_fewer(capsys, model, world, replicas):
+    where = ("--model", model, "--world", str(world), "--cluster", "h100", "--seq", "16", "--json")
+    _, out, _ = command(capsys, "simulate", *where, "--replicas", "1", str(replicas))
+    alone, replica = json.loads(out)["budgets"]
+    assert replica["compute"] == alone["compute"]
+    assert replica["communication"] < alone["communication"]
+
+
+def test_the_command_simulates_the_example(capsys):
+    size = ("--model", "tiny", "--world", "8", "--cluster", "h100", "--seq", "16", "--replicas", "4")
+    status, out, _ = command(capsys, "simulate", *size)
+    assert status == 0
+    assert "tiny, 1 x 16 tokens a rank, on 8 x h100" in out and "lower bound" in out
+    assert re.search(r"^4 .*-$", out, re.MULTILINE)
+    assert "would not run" not in out
+
+
+def test_the_command_names_the_replicas_that_do_not_fit(capsys):
+    where = ("simulate", "--model", "llama-3-70b", "--world", "64", "--cluster", "h100")
+    status, out, err = command(capsys, *where, "--replicas", "1", "32")
+    assert status == 1 and re.search(r"^1 ", out, re.MULTILINE)
+    assert err.startswith("simulate: --replicas 32: a device has 80.0 GB, but a step needs at least")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--model", "llama-3-70b", "--world", "64", "--cluster", "cray"), "neither a preset"),
+        (("--model", "llama-3-70b", "--world", "64", "--cluster", "h100", "--optim", "sgd"), "--optim is not for"),
+        (("--model", "tiny", "--world", "8", "--cluster", "h100", "--budget", "much"), "--budget much: give bytes"),
+        (("--model", "tiny", "--world", "8", "--cluster", "h100", "--replicas", "3"), "--replicas 3 does not divide"),
+        (
+            ("--model", "llama-3-70b", "--world", "8", "--cluster", "h100", "--replicas", "3"),
+            "does not divide --world 8",
+        ),
+    ],
+)
+def test_the_command_refuses_options_that_make_no_sense(capsys, arguments, problem):
+    status, _, err = command(capsys, "simulate", *arguments)
+    assert status == 2
+    assert problem in err
+
+
+def test_a_published_model_takes_no_more_memory_than_makes_its_step_faster(capsys):
+    where = ("--model", "llama-3-70b", "--world", "1024", "--cluster", "h100")
+    _, out, _ = command(capsys, "simulate", *where, "--budget", "35GB", "70GB", "--json")
+    some, much = json.loads(out)["budgets"]
+    assert much["step"] == pytest.approx(some["step"], rel=1e-3)
+    assert much["peak"] < 35e9
+
+
+def test_a_budget_in_which_nothing_fits_leaves_the_predictions_for_others(capsys):
+    where = ("--model", "llama-3-70b", "--world", "1024", "--cluster", "h100")
+    status, out, err = command(capsys, "simulate", *where, "--budget", "12GB", "40GB", "--json")
+    assert status == 1
+    assert [row["budget"] for row in json.loads(out)["budgets"]] == [40 * 10**9]
+    assert "--budget is 12.0 GB, but a step needs at least" in err
+
+
+@pytest.mark.parametrize("model", ["llama-3-70b", "tiny"])
+def test_the_command_says_what_a_budget_would_have_to_be(capsys, model):
+    where = ("--world", "8", "--cluster", "h100", "--seq", "64")
+    status, _, err = command(capsys, "simulate", "--model", model, *where, "--budget", "1KB")
+    assert status == 1
+    assert "needs" in err
+
+
+def test_the_budget_that_the_command_asks_for_is_one_that_it_takes(capsys):
+    where = ("simulate", "--model", "llama-3-70b", "--world", "64", "--cluster", "h100", "--seq", "64")
+    _, _, err = command(capsys, *where, "--budget", "1GB")
+    found = re.search(r"--budget is 1\.0 GB, but a step needs at least (([\d.]+)GB)", err)
+    assert found is not None
+    assert command(capsys, *where, "--budget", found[1])[0] == 0
+    assert command(capsys, *where, "--budget", f"{float(found[2]) - 0.1:.1f}GB")[0] == 1
+
+
+def test_the_budgets_that_the_compiler_asks_for_can_be_typed_back(capsys):
+    where = ("simulate", "--model", "tiny", "--world", "8", "--cluster", "h100", "--seq", "16")
+    asked = ["1000"]
+    while (told := command(capsys, *where, "--budget", asked[-1]))[0] != 0:
+        found = re.search(r"--budget is .*Give at least (\w+(\.\w+)?)", told[2])
+        assert found is not None, told[2]
+        assert found[1] not in asked
+        asked.append(found[1])
+    assert len(asked) > 1
+
+
+def test_the_command_says_which_step_lacks_memory_of_the_device(capsys):
+    where = ("--model", "llama-3-70b", "--world", "64", "--cluster", "h100")
+    _, out, _ = command(capsys, "simulate", *where, "--budget", "40GB", "100GB")
+    assert out.count("more than a device has: the step would not run") == 0
+    where = ("--model", "tiny", "--world", "8", "--batch", "100000", "--cluster", "h100")
+    _, out, _ = command(capsys, "simulate", *where)
+    assert out.count("more than a device has: the step would not run") == 1
+
+
+@pytest.mark.parametrize("nbytes", [999, 1000, 1001, 999_999, 12_340_000_001, 7_000_000_000_000])
+def test_the_least_size_is_never_rounded_down(nbytes):
+    budget = Options(memory_budget=least_text(nbytes)).budget_bytes
+    assert budget is not None and nbytes <= budget <= 1.05 * nbytes + 100
+
+
+def test_without_a_budget_the_command_says_that_the_device_is_too_small(capsys):
+    where = ("simulate", "--model", "llama-3-70b", "--world", "7", "--cluster", "h100")
+    status, _, err = command(capsys, *where)
+    assert status == 1
+    assert "a device has 80.0 GB" in err and "More ranks" in err
+
+
+def test_explain_shows_the_graphs_of_an_example_on_many_ranks(capsys):
+    status, out, _ = command(capsys, "explain", "--model", "tiny", "--world", "16", "--seq", "16")
+    assert status == 0
+    for words in ("launch all_gather of layers.1", "backward:", "memory at most", "predicted", "on 16 x cpu"):
+        assert words in out
+
+
+def test_explains_help_says_what_it_predicts_for_without_a_cluster(capsys):
+    with pytest.raises(SystemExit):
+        main(("explain", "--help"))
+    assert "(a guess for CPUs)" in " ".join(capsys.readouterr().out.split())
