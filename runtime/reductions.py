@@ -44,10 +44,8 @@ class Reductions:
         _living[number] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reductions:
-        copied = Reductions(copy.copy(self.rounding))
-        copied.unreduced = copy.deepcopy(self.unreduced, memo)
-        copied._held, copied._sent, copied._compiled = set(self._held), set(self._sent), self._compiled
-        return copied
+        """Those of a copied unit, which has no gradients."""
+        return Reductions(copy.copy(self.rounding))
 
     def hold(self, full: Tensor) -> None:
         """Adds an unreduced gradient [world_size * S], in one kernel; :meth:`held` says of which parameters."""

@@ -1,6 +1,7 @@
 """``no_sync``: gradients accumulate, and one reduction ends it."""
 
 import contextlib
+import copy
 from unittest import mock
 
 import models
@@ -435,6 +436,20 @@ def test_so_it_does_where_all_parameters_are_those_of_modules_inside():
         call(torch.ones(2, 3), 2).backward()
     model.zero_grad()
     assert all(buffer.reductions.unreduced is None for buffer in buffers_in(model))
+
+
+@on_ranks(2)
+def test_a_copy_of_a_model_has_none_of_what_was_accumulated():
+    torch._dynamo.reset()
+    first, second = models.batches(2, 11)
+    model, call = models.sharded(models.Uneven)
+    with vc.no_sync(model):
+        call(*first).backward()
+    copied = copy.deepcopy(model)
+    copied(*second).backward()
+    reference = models.build(models.Uneven)
+    accumulate_unsharded(reference, [second])
+    assert gradients_differ(copied, reference) == 0.0
 
 
 def test_no_sync_of_a_module_that_is_not_sharded_says_so():

@@ -1,6 +1,5 @@
 """A unit's buffers: what is done to a whole unit is one kernel, and slots may be registered memory."""
 
-import copy
 from types import SimpleNamespace
 
 import models
@@ -140,20 +139,6 @@ def test_a_sum_of_micro_batches_is_of_the_parameters_that_any_of_them_used():
     reductions.take()
     assert reductions.sent() == ({2}, False)  # which may be asked for without need
     assert reductions.sent() == (set(), True)
-
-
-@on_ranks(2)
-def test_a_copy_of_a_model_has_a_copy_of_what_accumulated():
-    model = vc.fully_shard(nn.Linear(5, 3))
-    x = torch.ones(2, 5)
-    with vc.no_sync(model):
-        model(x).sum().backward()
-    copied = copy.deepcopy(model)
-    for each in (model, copied):
-        each(x).sum().backward()
-    for param, other in zip(model.parameters(), copied.parameters(), strict=True):
-        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor())
-    assert torch.equal(model.bias.grad.full_tensor(), torch.full((3,), 4.0))
 
 
 @on_ranks(2)

@@ -146,13 +146,21 @@ def test_deepcopy_keeps_the_aliasing_of_a_buffer() -> None:
         nn.Parameter(ragged.with_local(buffer[20:][: ragged.to_local().numel()])),
     )
     module.register_buffer("flat", buffer)
-    module.weight.grad = torch.ones_like(ragged)
     copied = copy.deepcopy(module)
     assert copied.weight.placements == (LAYOUT,) and copied.weight.device_mesh == world_mesh()
     copied.flat.fill_(3)
-    assert (copied.weight == 3).all() and (copied.bias == 3).all() and (copied.weight.grad == 1).all()
+    assert (copied.weight == 3).all() and (copied.bias == 3).all()
     assert_same(module.weight.detach(), shard(FULL, LAYOUT))
     assert torch.equal(copied.weight.redistribute(placements=[OTHER]).full_tensor(), torch.full((4, 3), 3.0))
+
+
+@on_ranks(2)
+def test_the_copy_of_a_parameter_has_no_gradient_as_that_of_another_tensor_has() -> None:
+    param, other = nn.Parameter(shard(FULL, LAYOUT)), shard(FULL, LAYOUT).requires_grad_()
+    for sharded in (param, other):
+        sharded.grad = torch.ones_like(sharded)
+    assert copy.deepcopy(param).grad is None
+    assert (copy.deepcopy(other).grad == 1).all()
 
 
 @on_ranks(2)

@@ -219,12 +219,14 @@ class RaggedDTensor(DTensor):
         return replicated.to_local(grad_placements=grad_placements or [Replicate()])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
-        """A copy of the local tensor; tensors that share memory do so in the copy, as with any tensor."""
+        """A copy of the local tensor; tensors that share memory do so in the copy, as with any tensor. As with any
+        parameter, a parameter's copy has no gradient."""
         if id(self) in memo:
             return memo[id(self)]
         copied = wrap(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=self.requires_grad)
         memo[id(self)] = copied  # before the attributes, which may lead back here
-        copied.grad = copy.deepcopy(self.grad, memo)
+        if not isinstance(self, torch.nn.Parameter):
+            copied.grad = copy.deepcopy(self.grad, memo)
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
