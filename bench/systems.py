@@ -153,7 +153,8 @@ def _ours(
     distribute = functools.partial(
         _Ours, lowering=lowering, whole_blocks=whole_blocks, by_layer=by_layer, quantizer=quantizer
     )
-    rounds, planned = quantizer is not None, _Ours.planned_bytes
+    rounds = quantizer is not None
+    planned = None if by_layer else _Ours.planned_bytes  # what is in no layer is in no plan
     return System(name, distribute, SHARDED, rounds=rounds, planned_bytes=planned, default=default)
 
 

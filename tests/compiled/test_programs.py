@@ -206,6 +206,19 @@ class Einsums(Base):
         return torch.einsum("bsnh,nhd->bsd", heads, self.out)
 
 
+class Masked(Base):
+    """What is assigned through a mask is as large as the mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masked = nn.Parameter(torch.ones(5))
+
+    def forward(self, tokens, labels):
+        x = self.embed(tokens)
+        x[tokens % 2 == 0] = self.masked
+        return F.cross_entropy(self.head(self.run_layers(x)).flatten(0, 1), labels.flatten())
+
+
 class Transformed(Base):
     def run_layers(self, x):
         for layer in self.layers:
@@ -216,7 +229,7 @@ class Transformed(Base):
 PROGRAMS = [
     BreakBetweenUnits, BreakInUnit, Disabled, Checkpointed, CheckpointedParts, Tied, OneLayerManyTimes, Frozen,
     TwoDtypes, Unused, NoPathToLoss, FirstReadWithoutGrad, ParameterAcrossBreak, SkippedFrame,
-    CheckpointedFunction, Recurrent, Einsums,
+    CheckpointedFunction, Recurrent, Einsums, Masked,
 ]  # fmt: skip
 
 
@@ -279,6 +292,16 @@ def test_what_reads_a_parameter_is_not_compiled_by_itself_in_a_module_that_dynam
 @on_ranks(2)
 def test_transforms_of_torch_func_may_read_parameters_in_compiled_code():
     assert max(differences(Transformed, "eager")) <= 1e-6
+
+
+@on_ranks(2)
+def test_what_is_assigned_through_a_mask_breaks_no_graph_in_generated_code_either():
+    torch._dynamo.reset()
+    model, _ = models.sharded(Masked, compile=None)
+    call = torch.compile(model, backend="vescale", fullgraph=True)
+    reference = models.build(Masked)
+    for tokens, labels in models.batches(2, 7):
+        torch.testing.assert_close(call(tokens, labels), reference(tokens, labels))
 
 
 @pytest.mark.parametrize("compile", ["eager", None])

@@ -5,6 +5,7 @@ Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,6 +29,15 @@ def tracing_fake_mode() -> FakeTensorMode:
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None
     return mode
+
+
+def allow_sizes_that_depend_on_values() -> None:
+    """Lets the compilation in progress have operators whose results are as large as their inputs' values say, as an
+    assignment through a mask has. Dynamo would break the graph for them, but not where calls are allowed in it whose
+    insides it does not see."""
+    env = tracing_fake_mode().shape_env
+    assert env is not None
+    env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True)
 
 
 def shapes_only() -> AbstractContextManager[Any]:
