@@ -42,7 +42,7 @@ class GraphReport:
         cluster: that its schedules and predictions were made for.
         units: in the order in which the graph first needs them.
         parts: its final graphs: forward and backward, or an inference graph alone.
-        slot_bytes: of all slots together; a slot of the forward is one of the backward's too.
+        slot_bytes: of all slots together, those of each turn; a slot of the forward is one of the backward's too.
         beside: what a step takes beside this graph, where the model has several.
     """
 
