@@ -97,17 +97,16 @@ class Course:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._calls = 0
-        self._graph: GraphSlots | None = None
+        self._graph: ref[GraphSlots] | None = None
         self._begun = math.inf  # the number of reductions that were left before the last graph began
         self._known: Sequence[_Stop] = ()  # of the last course like this, as long as this one goes as it did
         self._route: list[_Stop] = []
-        self._first = True  # gather of the graph
         self._ahead: _Ahead | None = None
 
     def enter(self, graph: GraphSlots) -> int:
         """Begins a call of a graph, and returns whose turn it is: what the graph before the last left is waited for."""
         turn, self._calls = self._calls % TURNS, self._calls + 1
-        self._graph, self._first = graph, True
+        self._graph = ref(graph)
         if self._ahead is not None and self._ahead.stop.graph() is not graph:
             self._ahead.move_out()  # a graph of other slots may write there before it gathers
         before, self._begun = self._begun, next_number()
@@ -122,10 +121,6 @@ class Course:
             self._ahead = _launched_ahead(following, self._calls % TURNS)
         return pending
 
-    def leave(self) -> None:
-        """Ends a call of a graph, whose memory is the graph's."""
-        self._graph = None
-
     def end(self) -> None:
         """Waits for what was launched ahead of a graph that did not come."""
         if self._ahead is not None:
@@ -134,15 +129,17 @@ class Course:
 
     def _stop(self, pairs: Pairs, group: str, start: Start) -> _Stop:
         assert self._graph is not None
+        graph = self._graph()
+        assert graph is not None
         fulls = [full for _, full in pairs]
-        slots = self._graph.numbers_of(fulls, (self._calls - 1) % TURNS) if self._first else None
-        self._first = False
+        first = not self._route or self._route[-1].call != self._calls
+        slots = graph.numbers_of(fulls, (self._calls - 1) % TURNS) if first else None
         return _Stop(
             sources=tuple(StorageWeakRef(shard.untyped_storage()) for shard, _ in pairs),
             results=tuple((full.numel(), full.dtype) for full in fulls),
             call=self._calls,
             slots=slots,
-            graph=ref(self._graph),
+            graph=self._graph,
             buffers=tuple(ref(buffer) for shard, _ in pairs if (buffer := _buffer_of(shard)) is not None),
             group=group,
             start=start,
@@ -245,7 +242,6 @@ def running(graph: GraphSlots | None) -> Iterator[int]:
     try:
         yield turn
     finally:
-        course.leave()
         _running = None
 
 

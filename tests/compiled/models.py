@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gpus import at_once
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
 from vescale_compile.cost import PRESETS, Cluster
@@ -57,6 +58,20 @@ class Uneven(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class CheckpointedLayers(Uneven):
+    """Each layer runs again for its backward."""
+
+    def __init__(self, layers: int, reentrant: bool) -> None:
+        super().__init__(layers)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 

@@ -17,10 +17,9 @@ from ranks import fake_world, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
-from vescale_compile import backend
+from vescale_compile.backend import vescale
 from vescale_compile.report import GraphReport
 from vescale_compile.runtime import arrivals, courses, ops, pool
 from vescale_compile.sharded_module import buffers_in
@@ -28,22 +27,17 @@ from vescale_compile.sharded_module import buffers_in
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 
-def sharded(build: models.Model = models.deep, **options: object) -> tuple[nn.Module, list[GraphReport]]:
+def sharded(
+    build: models.Model = models.deep, budget: int | None = None, **shard_options: object
+) -> tuple[nn.Module, list[GraphReport]]:
     """A sharded model whose layers are compiled one by one, and the reports of their graphs."""
     torch._dynamo.reset()
-    model, graphs = vc.fully_shard(models.build(build), **options), []
-    compile_layers(model, graphs)
-    return model, graphs
-
-
-def compile_layers(model: nn.Module, graphs: list[GraphReport], budget: int | None = None) -> None:
+    model, graphs = vc.fully_shard(models.build(build), **shard_options), []
     options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": budget}
-
-    def compile_graph(gm, inputs):
-        return backend.vescale(gm, inputs, options=options, on_compiled=graphs.append)
-
+    backend = functools.partial(vescale, options=options, on_compiled=graphs.append)  # one, or layers share no code
     for layer in model.layers:
-        layer.compile(backend=compile_graph, dynamic=False)
+        layer.compile(backend=backend, dynamic=False)
+    return model, graphs
 
 
 def data_of(*lengths: int) -> list[models.Batch]:
@@ -84,9 +78,9 @@ def logged(model: nn.Module) -> Iterator[list[str]]:
         yield log
 
 
-def known(build: models.Model = models.deep) -> tuple[nn.Module, models.Batch]:
+def known() -> tuple[nn.Module, models.Batch]:
     """A model that has taken two steps, and a batch."""
-    model, _ = sharded(build)
+    model, _ = sharded()
     batch = data_of(12)[0]
     models.train(model, model.parameters(), [batch] * 2)
     return model, batch
@@ -119,25 +113,12 @@ def test_so_does_each_of_a_backward_while_what_the_last_one_reduces_is_in_flight
     ]
 
 
-def trains_as_unsharded(build: models.Model, data: list[models.Batch], **options: object) -> list[GraphReport]:
-    model, graphs = sharded(build, **options)
+def trains_as_unsharded(build: models.Model, data: list[models.Batch], **shard_options: object) -> None:
+    model, _ = sharded(build, **shard_options)
     losses = models.train(model, model.parameters(), data)
     unsharded, reference = models.train_unsharded(build, data)
     assert losses == pytest.approx(reference, rel=1e-6)
     assert models.largest_difference(model, unsharded) < 1e-6
-    return graphs
-
-
-class CheckpointedLayers(models.Uneven):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(models.DEEP)
-        self.reentrant = reentrant
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 class TwoKinds(models.Uneven):
@@ -168,8 +149,8 @@ class Wandering(models.Uneven):
     "build",
     [
         models.deep,
-        functools.partial(CheckpointedLayers, reentrant=False),
-        functools.partial(CheckpointedLayers, reentrant=True),
+        functools.partial(models.CheckpointedLayers, models.DEEP, reentrant=False),
+        functools.partial(models.CheckpointedLayers, models.DEEP, reentrant=True),
         TwoKinds,
         Wandering,
     ],
@@ -278,15 +259,11 @@ def test_the_slots_of_both_turns_are_planned_and_freed_with_the_graphs():
 
 def test_a_budget_is_for_the_slots_of_both_turns():
     with fake_world(2):
-        torch._dynamo.reset()
-        model = vc.fully_shard(models.build(models.deep))
-        compile_layers(model, graphs := [], budget=100)
+        model, _ = sharded(budget=100)
         with pytest.raises(Exception, match="Give at least") as refused:
             model(*models.batches(1, 11)[0])
         least = int(re.search(r"Give at least (\d+)", str(refused.value))[1])
         for budget in (least, least + 300):
-            torch._dynamo.reset()
-            model = vc.fully_shard(models.build(models.deep))
-            compile_layers(model, graphs := [], budget=budget)
+            model, graphs = sharded(budget=budget)
             model(*models.batches(1, 11)[0]).backward()
             assert graphs[0].planned_bytes <= budget

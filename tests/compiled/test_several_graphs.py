@@ -12,7 +12,6 @@ import torch
 from kernels import allocated_by
 from ranks import fake_world, on_ranks
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
 from vescale_compile import backend
@@ -151,20 +150,6 @@ def test_a_layer_that_is_compiled_for_all_keeps_nothing_that_it_need_not():
     assert {unit.after_forward for unit in layer.units} == {"resharded"}
 
 
-class CheckpointedLayers(models.Uneven):
-    """Each layer runs again for its backward."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(layers=2)
-        self.reentrant = reentrant
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
 def carried(build: models.Model, layers: bool) -> list[bool]:
     """Of each graph with a backward, whether its forward launches a gather for it."""
     with fake_world(2):
@@ -181,7 +166,7 @@ def test_what_other_graphs_run_before_its_backward_launches_no_gather_for_it():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_layer_that_runs_again_for_its_backward_launches_a_gather_for_it(reentrant):
-    found = carried(lambda: CheckpointedLayers(reentrant), layers=True)
+    found = carried(lambda: models.CheckpointedLayers(2, reentrant), layers=True)
     assert found and all(found)
 
 
