@@ -24,11 +24,12 @@ def make_sharded(module: nn.Module, access: dict[str, Access], unit: Unit | None
     if isinstance(module, ShardedModule):
         module._vescale_access.update(access)
         module._vescale_unit = unit or module._vescale_unit
+        _choose_class(module)
     else:
         module.__dict__["_vescale_access"] = dict(access)
         module.__dict__["_vescale_unit"] = unit
-        module.__dict__["_vescale_methods"] = ()
-    _choose_class(module)
+        _choose_class(module)
+        _set_again(module, "forward")
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -54,12 +55,19 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     if method_name not in ("forward", *module._vescale_methods):
         module._vescale_methods += (method_name,)
         _choose_class(module)
+        _set_again(module, method_name)
 
 
 def _choose_class(module: nn.Module) -> None:
-    names, methods = (tuple(vars(module)[key]) for key in ("_vescale_access", "_vescale_methods"))
+    names, methods = tuple(vars(module)["_vescale_access"]), vars(module).get("_vescale_methods", ())
     original = next(cls for cls in type(module).__mro__ if not issubclass(cls, ShardedModule))
     module.__class__ = _sharded_class(cast(type[nn.Module], original), names, methods)  # type: ignore[arg-type]
+
+
+def _set_again(module: nn.Module, method_name: str) -> None:
+    """If it was set on the instance, as the sharded class sets it."""
+    if method_name in vars(module):
+        setattr(module, method_name, vars(module)[method_name])
 
 
 @functools.cache
@@ -71,8 +79,9 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     body["__module__"], body["__qualname__"] = original.__module__, original.__qualname__
     body["__doc__"] = original.__doc__
-    called = [ShardedModule.forward, ShardedModule._vescale_unit_forward, ShardedModule._vescale_forward]
-    for method in (*called, *(_like_forward(name, getattr(original, name)) for name in methods)):
+    called = ("forward", "_vescale_call", "_vescale_unit_forward", "_vescale_forward")
+    shared = [getattr(ShardedModule, name) for name in called]
+    for method in (*shared, *(_like_forward(name, getattr(original, name)) for name in methods)):
         body[method.__name__] = _with_code_of_its_own(method, original)
     for name in ("forward", *methods):
         with contextlib.suppress(TypeError, ValueError):  # of what is written in C, say

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -74,7 +76,7 @@ class ShardedModule(nn.Module):
 
     _vescale_access: dict[str, Access]
     _vescale_unit: Unit | None
-    _vescale_methods: tuple[str, ...]
+    _vescale_methods: tuple[str, ...] = ()  # those that were registered as forwards
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._vescale_unit_forward(super().forward, args, kwargs)
@@ -114,6 +116,21 @@ class ShardedModule(nn.Module):
         if any(buffer.mesh.size() > 1 for buffer in buffers):
             warn_of_unaveraged_in(self)
         return courses.forward_of(buffers)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A forward that is set on the instance gathers and casts as its class's does."""
+        if name in ("forward", *self._vescale_methods) and not self._vescale_gathers_in(name, value):
+            value = functools.update_wrapper(functools.partial(self._vescale_call, value), value)
+        super().__setattr__(name, value)
+
+    def _vescale_gathers_in(self, name: str, value: Any) -> bool:
+        """Whether ``value`` does already: what was read here under ``name``, and is put back."""
+        method = value.func if isinstance(value, functools.partial) else value
+        ours = (getattr(type(self), name), type(self)._vescale_call)
+        return isinstance(method, MethodType) and method.__self__ is self and method.__func__ in ours
+
+    def _vescale_call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._vescale_unit_forward(forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For ``copy.deepcopy``, as without it; pickling says what to save instead."""

@@ -40,11 +40,6 @@ def check_arguments(module: object, reshard_after_forward: object, mp_policy: ob
                 f"fully_shard: {name or 'the module'} is a DistributedDataParallel, which keeps all parameters whole. "
                 "Leave it out, and give the module that it wraps: gradients are averaged without it."
             )
-        if "forward" in vars(part):
-            raise ValueError(
-                f"fully_shard: {name or 'the module'} has a forward of its own, set on the instance, which would "
-                "bypass its class's. Call fully_shard first, or define forward in the class."
-            )
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         raise ValueError(
             f"fully_shard: a {type(module).__name__} has no forward, so nothing says when its parameters are "
@@ -106,7 +101,7 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
             f"{mesh.where}fully_shard: this {type(module).__name__} is a unit already. "
             "fully_shard a module once, and modules that are to be units of their own before those that they are in"
         )
-    _check_dense(module, mesh, ignored)
+    _check_parts(module, mesh, ignored)
     for name, param in module.named_parameters():
         if param in ignored:
             continue
@@ -138,14 +133,20 @@ def _check_nothing_is_lost(param: nn.Parameter, where: str) -> None:
         raise ValueError(f"{where}has a gradient, which would be lost. Set grad to None before fully_shard")
 
 
-def _check_dense(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
+def _check_parts(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Parameter]) -> None:
     for name, part in module.named_modules():
-        sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-        if sparse and part.weight.requires_grad and part.weight not in ignored:
+        where = f"{mesh.where}fully_shard: {name or 'the module'} "
+        own = [param for param in part.parameters(recurse=False) if param not in ignored]
+        if own and isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
-                f"{mesh.where}fully_shard: {name or 'the module'} has sparse gradients, and those of a unit are one "
-                f"dense buffer: make it without sparse=True, set {f'{name}.' if name else ''}sparse = False, or pass "
-                "its weight in ignored_params"
+                f"{where}is a torch.jit.ScriptModule, whose code reads its parameters where they are. Give the module "
+                "that it was made from, or pass its parameters in ignored_params"
+            )
+        sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        if sparse and any(param.requires_grad for param in own):
+            raise ValueError(
+                f"{where}has sparse gradients, and those of a unit are one dense buffer: make it without sparse=True, "
+                f"set {f'{name}.' if name else ''}sparse = False, or pass its weight in ignored_params"
             )
 
 

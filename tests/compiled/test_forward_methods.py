@@ -1,4 +1,5 @@
-"""Methods that are registered as forwards: they gather, read and cast as the module's forward does."""
+"""Methods that are registered as forwards, and forwards that are set on instances: they gather, read and cast as the
+module's forward does."""
 
 import copy
 
@@ -94,3 +95,48 @@ def test_what_cannot_be_registered_is_refused():
         vc.register_forward_method(Autoencoder(), "encode")
     with pytest.raises(ValueError, match="Autoencoder has no method 'encod'"):
         vc.register_forward_method(sharded(), "encod")
+
+
+def halved(model: Autoencoder) -> Autoencoder:
+    """Its instance has a forward of its own, as libraries set that put their kernels into models."""
+    forward = model.forward
+    model.forward = lambda x: forward(x) / 2
+    model.layers[0].forward = lambda x: nn.functional.linear(x, model.layers[0].weight)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_a_forward_that_is_set_on_an_instance_computes_and_casts_as_its_class_s(when, compiled):
+    torch._dynamo.reset()
+    policy = vc.MixedPrecisionPolicy(output_dtype=torch.float64)
+    if when == "before":
+        model = vc.fully_shard(halved(Autoencoder()), mp_policy=policy)
+    else:
+        model = halved(vc.fully_shard(Autoencoder(), mp_policy=policy))
+    run = torch.compile(model, backend="vescale", options={"lowering": "eager"}) if compiled else model
+    torch.testing.assert_close(run(inputs()), halved(Autoencoder())(inputs()).double())
+
+
+@on_ranks(2)
+def test_what_is_set_on_an_instance_casts_its_inputs():
+    model = sharded(mp_policy=vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    seen = []
+    for name in ("forward", "encode"):
+        setattr(model, name, lambda x: seen.append(x.dtype))
+        getattr(model, name)(inputs())
+    assert seen == [torch.bfloat16] * 2
+
+
+@on_ranks(2)
+def test_a_forward_that_is_put_back_is_the_one_it_was():
+    model = sharded()
+    for forward in (model.forward, abs):
+        model.forward = forward
+        before = model.forward
+        model.forward = len
+        model.forward = before
+        assert model.forward == before
+    del model.forward
+    assert model.forward.__func__ is type(model).forward

@@ -414,12 +414,6 @@ def compiled_in_place() -> nn.Module:
     return model
 
 
-def patched() -> nn.Module:
-    model = small()
-    model[0].forward = lambda x: x
-    return model
-
-
 def with_a_gradient() -> nn.Module:
     model = small()
     model[1].weight.grad = torch.zeros(2, 2)
@@ -447,7 +441,7 @@ def test_without_a_process_group():
             "fully_shard first, then torch.compile",
         ),
         (lambda: vc.fully_shard(compiled_in_place()), RuntimeError, "0 was compiled already"),
-        (lambda: vc.fully_shard(patched()), ValueError, "0 has a forward of its own, set on the instance"),
+        (lambda: vc.fully_shard(torch.jit.script(small())), ValueError, "0 is a torch.jit.ScriptModule, whose code"),
         (
             lambda: vc.fully_shard(nn.Sequential(DistributedDataParallel(small()))),
             ValueError,
