@@ -1,5 +1,5 @@
-"""Layers that are compiled one by one: a graph launches the first gather of the next, and waits for none of the last
-one's reductions."""
+"""Layers that are compiled one by one, by the program or because of graph breaks: a graph launches the first gather of
+the next, and waits for none of the last one's reductions."""
 
 import contextlib
 import functools
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 
 def sharded(
-    build: models.Model = models.deep, budget: int | None = None, **shard_options: object
+    build: models.Model = models.deep, budget: int | None = None, whole: bool = False, **shard_options: object
 ) -> tuple[nn.Module, list[GraphReport]]:
-    """A sharded model whose layers are compiled one by one, and the reports of their graphs."""
+    """A sharded model whose layers are compiled one by one, or the ``whole``, and the reports of their graphs."""
     torch._dynamo.reset()
     model, graphs = vc.fully_shard(models.build(build), **shard_options), []
     options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": budget}
     backend = functools.partial(vescale, options=options, on_compiled=graphs.append)  # one, or layers share no code
-    for layer in model.layers:
-        layer.compile(backend=backend, dynamic=False)
+    for module in [model] if whole else model.layers:
+        module.compile(backend=backend, dynamic=False)
     return model, graphs
 
 
@@ -78,17 +78,30 @@ def logged(model: nn.Module) -> Iterator[list[str]]:
         yield log
 
 
-def known() -> tuple[nn.Module, models.Batch]:
+def known(build: models.Model = models.deep, whole: bool = False) -> tuple[nn.Module, models.Batch]:
     """A model that has taken two steps, and a batch."""
-    model, _ = sharded()
+    model, _ = sharded(build, whole=whole)
     batch = data_of(12)[0]
     models.train(model, model.parameters(), [batch] * 2)
     return model, batch
 
 
+class Broken(models.Uneven):
+    def __init__(self) -> None:
+        super().__init__(models.DEEP)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("build", "whole"), [(models.deep, False), (Broken, True)], ids=["one_by_one", "broken"])
 @on_ranks(2)
-def test_each_graph_of_a_forward_launches_the_first_gather_of_the_next():
-    model, batch = known()
+def test_each_graph_of_a_forward_launches_the_first_gather_of_the_next(build, whole):
+    model, batch = known(build, whole)
     with logged(model) as log:
         model(*batch)
     assert log == [
