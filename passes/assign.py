@@ -10,17 +10,20 @@ allocation. What is filled for the backward while the forward ends lies in memor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from ..cost.collectives import ALL_GATHER
+from ..runtime import ops
 from ..runtime.collectives import checked_for_nan
 from ..runtime.pool import ALIGNMENT, SlotSpec
 from ..torch_internals.tracing import fake_mode_of
 from .aliases import bases_of, touches_of
-from .context import CompileContext, Use, buffer_of, marked_buffer
+from .context import CompileContext, Role, Use, buffer_of, comm_of, is_allocation, marked_buffer
 from .edit import call, order_of
 from .slot_memory import note_place
 from .summary import SlotUse, Tenant
@@ -63,6 +66,8 @@ def assign(gm: fx.GraphModule, context: CompileContext) -> None:
     for number, (slot, tenants) in enumerate(slots.items()):
         _append_input(gm.graph, f"slot_{number}", slot, tenants)
     note_tenants(gm.graph)
+    if context.turns > 1:
+        _first_gather_may_have_begun(gm.graph)
 
 
 def lifetimes(graph: fx.Graph) -> list[Lifetime]:
@@ -186,3 +191,28 @@ def _append_input(graph: fx.Graph, name: str, slot: SlotSpec, tenants: Sequence[
             part = call(graph, torch.ops.aten.slice.Tensor, placeholder, 0, 0, slot.numel, mark=mark)
         lifetime.node.replace_all_uses_with(part)
         graph.erase_node(lifetime.node)
+
+
+def _first_gather_may_have_begun(graph: fx.Graph) -> None:
+    """Where it goes to memory that outlives the graph, too: the graph before this one may have launched it, if it gives
+    that memory to this one."""
+    for launch in _first_launches(graph):
+        shard, memory = cast(Sequence[fx.Node], launch.args[:2])
+        if is_allocation(memory):
+            value: Tensor = memory.meta["val"]
+            with graph.inserting_before(memory):
+                given = call(
+                    graph, ops.all_gather_memory, shard, value.numel(), value.dtype, mark=memory.meta["vescale"]
+                )
+            memory.replace_all_uses_with(given)
+            graph.erase_node(memory)
+
+
+def _first_launches(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Those of the first gather: several, if units share it."""
+    for node in graph.nodes:
+        comm = comm_of(node)
+        if comm is not None and (comm.kind, comm.role) == (ALL_GATHER, Role.LAUNCH):
+            yield node
+            if not node.kwargs.get("with_next"):
+                return

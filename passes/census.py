@@ -28,6 +28,7 @@ from .context import (
     Use,
     buffer_of,
     comm_of,
+    is_allocation,
     marked_buffer,
 )
 from .edit import nbytes_of, value_of
@@ -61,7 +62,7 @@ def _entries(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileConte
     elif comm is not None and comm.role in (Role.LAUNCH, Role.TAKE):
         yield from _collective(node, comm.kind == ALL_GATHER, context.units[comm.unit])
     buffer = buffer_of(node)
-    if buffer is not None and not node.all_input_nodes:
+    if buffer is not None and is_allocation(node):
         direction = Direction.GATHER if buffer.use in (Use.PARAMETERS, Use.PACKED) else Direction.REDUCE
         yield Entry(Kind.BUFFER, direction, context.units[buffer.unit].name, nbytes_of(node), buffer.use.value)
     mark = node.meta.get("vescale")

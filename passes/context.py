@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, fx
 
 from ..cost import Cluster
@@ -94,6 +95,11 @@ def shared_text(launch: fx.Node) -> str:
 def buffer_of(node: fx.Node) -> Buffer | None:
     mark = node.meta.get("vescale")
     return mark if isinstance(mark, Buffer) else None
+
+
+def is_allocation(buffer: fx.Node) -> bool:
+    """Whether a communication buffer is memory of its own, and no part of a slot."""
+    return buffer.target is not torch.ops.aten.slice.Tensor
 
 
 def marked_buffer(node: fx.Node) -> Buffer:

@@ -21,7 +21,7 @@ from torch import fx
 from ..schemas import is_pointwise, is_view
 from ..torch_internals.inductor_graphs import generates_code_for
 from .aliases import bases_of
-from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of
+from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of, is_allocation
 from .edit import nbytes_of, numel_of, order_of
 from .summary import Peak
 
@@ -190,7 +190,7 @@ def _is_memory(node: fx.Node, context: CompileContext) -> bool:
     if node.op != "call_function" or not nbytes_of(node):
         return False
     if buffer_of(node) is not None:
-        return not node.all_input_nodes  # else it lies in a slot
+        return is_allocation(node)
     return context.lowering is Lowering.EAGER or not _is_fused(node)
 
 

@@ -42,6 +42,7 @@ from .context import (
     buffer_of,
     comm_of,
     fail,
+    is_allocation,
     marked_buffer,
     shared_text,
 )
@@ -260,8 +261,7 @@ class _Execution:
 
     def _memory(self, buffer: fx.Node) -> fx.Node:
         """A slot, or memory of the buffer's own."""
-        inputs = buffer.all_input_nodes
-        return inputs[0] if inputs else buffer
+        return buffer if is_allocation(buffer) else buffer.all_input_nodes[0]
 
     def _sharing(self, buffer: fx.Node) -> Sequence[fx.Node]:
         """Its memory, and slots that have some of that memory in common with it."""

@@ -21,6 +21,7 @@ from .context import (
     buffer_of,
     comm_of,
     fail,
+    is_allocation,
     marked_buffer,
 )
 from .edit import value_of
@@ -122,7 +123,7 @@ def _check_covered(buffer: fx.Node, written: Sequence[tuple[int, int]], context:
 def check_memory(graph: fx.Graph, context: CompileContext) -> None:
     """What lies in a slot fits there, and the step, as far as it is known yet, takes no more than the budget."""
     for node in graph.nodes:
-        if buffer_of(node) is not None and node.all_input_nodes:
+        if buffer_of(node) is not None and not is_allocation(node):
             _check_fits(node, context)
     budget = context.memory_budget
     if budget is None:

@@ -2,8 +2,9 @@
 
 A *course* is what such graphs do in one forward of a model, or in one backward. The next course like it will gather the
 same things in the same order. So when a graph has launched its last gather, and the course has gone as the one before
-it did, the next graph's first gather is launched. Graphs of a course take turns at two memories (``pool.py``): it goes
-into the slot where the next graph has it, and what a backward's graph leaves in flight may stay so while the next runs.
+it did, the next graph's first gather is launched: into the slot where that graph has it, or, if it is kept for the
+backward, into memory which that graph then takes. Graphs of a course take turns at two memories of slots (``pool.py``),
+and what a backward's graph leaves in flight may stay so while the next runs.
 
 A gather is a collective, so whether it is launched ahead, and whether that will do for the graph that comes to it, must
 be the same on every rank. Both follow from the order of gathers alone, and not from a rank's memory, nor from how often
@@ -52,7 +53,8 @@ class _Stop:
         sources: the memory of its shards. No other memory is equal to one that is referred to.
         results: elements and dtype of each that is gathered.
         call: which of the course's calls of graphs it is in.
-        slots: where the graph has what it gathers, by number; None where it is no slot, or not the graph's first.
+        places: where the graph has each, a slot by number, or None for memory that it takes; None where that is not
+            all, or another gather of the graph comes before this one.
         graph: whose slots they are.
         buffers: of the units; fewer than shards where a shard is not a unit's own memory.
         group: name of the process group.
@@ -62,7 +64,7 @@ class _Stop:
     sources: tuple[StorageWeakRef, ...]
     results: tuple[tuple[int, torch.dtype], ...]
     call: int = field(compare=False)
-    slots: tuple[int, ...] | None = field(compare=False)
+    places: Sequence[int | None] | None = field(compare=False)
     graph: ref[GraphSlots] = field(compare=False)
     buffers: tuple[ref[DBuffer], ...] = field(compare=False)
     group: str = field(compare=False)
@@ -76,6 +78,9 @@ class _Ahead:
     stop: _Stop
     fulls: list[Tensor]
     pending: Pending
+
+    def by_source(self) -> dict[StorageWeakRef, Tensor]:
+        return dict(zip(self.stop.sources, self.fulls, strict=True))
 
     def move_out(self) -> None:
         """To memory that nothing else uses."""
@@ -102,16 +107,27 @@ class Course:
         self._known: Sequence[_Stop] = ()  # of the last course like this, as long as this one goes as it did
         self._route: list[_Stop] = []
         self._ahead: _Ahead | None = None
+        self._taken: list[int] = []  # addresses of memory that the graph has taken
 
     def enter(self, graph: GraphSlots) -> int:
         """Begins a call of a graph, and returns whose turn it is: what the graph before the last left is waited for."""
         turn, self._calls = self._calls % TURNS, self._calls + 1
         self._graph = ref(graph)
+        self._taken.clear()
         if self._ahead is not None and self._ahead.stop.graph() is not graph:
             self._ahead.move_out()  # a graph of other slots may write there before it gathers
         before, self._begun = self._begun, next_number()
         settle(before)
         return turn
+
+    def memory_of_gather(self, shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for what is gathered first: that into which it is being gathered."""
+        ahead = self._ahead.by_source() if self._ahead is not None else {}
+        full = ahead.get(StorageWeakRef(shard.untyped_storage()))
+        if full is None or (full.numel(), full.dtype) != (numel, dtype):
+            full = shard.new_empty(numel, dtype=dtype)
+        self._taken.append(full.data_ptr())
+        return full
 
     def gather(self, pairs: Pairs, group: str, start: Start) -> Pending:
         """Launches a gather of the graph that runs, if it was not launched ahead, and maybe the next graph's first."""
@@ -129,21 +145,27 @@ class Course:
 
     def _stop(self, pairs: Pairs, group: str, start: Start) -> _Stop:
         assert self._graph is not None
-        graph = self._graph()
-        assert graph is not None
         fulls = [full for _, full in pairs]
         first = not self._route or self._route[-1].call != self._calls
-        slots = graph.numbers_of(fulls, (self._calls - 1) % TURNS) if first else None
         return _Stop(
             sources=tuple(StorageWeakRef(shard.untyped_storage()) for shard, _ in pairs),
             results=tuple((full.numel(), full.dtype) for full in fulls),
             call=self._calls,
-            slots=slots,
+            places=self._places_of(fulls) if first else None,
             graph=self._graph,
             buffers=tuple(ref(buffer) for shard, _ in pairs if (buffer := _buffer_of(shard)) is not None),
             group=group,
             start=start,
         )
+
+    def _places_of(self, fulls: Sequence[Tensor]) -> Sequence[int | None] | None:
+        """As of a :class:`_Stop`."""
+        assert self._graph is not None
+        graph = self._graph()
+        assert graph is not None
+        places = graph.numbers_of(fulls, (self._calls - 1) % TURNS)
+        taken = (full.data_ptr() in self._taken for place, full in zip(places, fulls, strict=True) if place is None)
+        return places if all(taken) else None
 
     def _arriving(self, stop: _Stop, pairs: Pairs) -> Pending | None:
         ahead, self._ahead = self._ahead, None
@@ -167,26 +189,33 @@ class Course:
             return None
         following = self._known[here + 1]
         other = following.call != self._known[here].call
-        from_shards_to_slots = following.slots is not None and len(following.buffers) == len(following.sources)
-        return following if other and from_shards_to_slots else None
+        found = following.places is not None and len(following.buffers) == len(following.sources)
+        return following if other and found else None
 
 
 def _launched_ahead(stop: _Stop, turn: int) -> _Ahead | None:
-    buffers, graph = [each() for each in stop.buffers], stop.graph()
+    buffers = [each() for each in stop.buffers]
     shards = [buffer.shard for buffer in buffers if buffer is not None]
     if len(shards) < len(buffers):
         return None  # the model is gone
     device = shards[0].device
-    if graph is not None and stop.slots is not None:
-        fulls = graph.numbered(stop.slots, turn)
-        wait_for_uses(fulls)
-    else:  # this rank has compiled it anew
-        fulls = [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in stop.results]
+    fulls = list(_destinations(stop, turn, device))
+    wait_for_uses(fulls)
     pending = stop.start(list(zip(shards, fulls, strict=True)), stop.group)
     if profiled_to_the_end(device):
         pending.wait()
         pending = Nothing()
     return _Ahead(stop, fulls, pending)
+
+
+def _destinations(stop: _Stop, turn: int, device: torch.device) -> Iterator[Tensor]:
+    graph = stop.graph()  # None if this rank has compiled it anew
+    assert stop.places is not None
+    for place, (numel, dtype) in zip(stop.places, stop.results, strict=True):
+        if place is None or graph is None:
+            yield torch.empty(numel, dtype=dtype, device=device)
+        else:
+            yield from graph.numbered([place], turn)
 
 
 _routes: WeakKeyDictionary[Life, dict[tuple[str, _Stop], Sequence[_Stop]]] = WeakKeyDictionary()
@@ -243,6 +272,11 @@ def running(graph: GraphSlots | None) -> Iterator[int]:
         yield turn
     finally:
         _running = None
+
+
+def memory_of_gather(shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory [numel] that ``shard`` is gathered into next, which the graph before may have begun."""
+    return shard.new_empty(numel, dtype=dtype) if _running is None else _running.memory_of_gather(shard, numel, dtype)
 
 
 def gather(pairs: Pairs, group: str, start: Start) -> Pending:

@@ -26,7 +26,7 @@ from ..torch_internals.inductor_graphs import generate_sums_into
 from .collectives import Nothing, Pending, padding_is_read, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
-from .courses import Pairs, gather
+from .courses import Pairs, gather, memory_of_gather
 from .groups import group_named
 from .messages import tell_apart
 from .reductions import add_held, held_back, with_held
@@ -233,6 +233,10 @@ def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str) -> T
     return shard.new_empty(shard.numel() * world_size)
 
 
+def _all_gather_memory_fake(shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    return shard.new_empty(numel, dtype=dtype)
+
+
 def _pack_fake(
     grads: Sequence[Tensor],
     offsets: Sequence[int],
@@ -263,6 +267,9 @@ define(
 define(
     "start_all_gather(Tensor shard, Tensor(a!) full, int unit, str group, bool with_next=False) -> ()", _start_gather
 )
+define(
+    "all_gather_memory(Tensor shard, int numel, ScalarType dtype) -> Tensor", memory_of_gather, _all_gather_memory_fake
+)
 define("wait_all_gather(Tensor(a!) full, int unit) -> ()", _wait_gather)
 define(
     "start_reduce_scatter(Tensor(a!) full, Tensor(b!) shard, Tensor(c!) scratch, int unit, str group, str replicas, "
@@ -277,6 +284,7 @@ define("sum_into(Tensor(a!) out, Tensor value, int[] dims, bool keepdim) -> ()",
 all_gather = torch.ops.vescale.all_gather.default
 pack = torch.ops.vescale.pack.default
 reduce_scatter = torch.ops.vescale.reduce_scatter.default
+all_gather_memory = torch.ops.vescale.all_gather_memory.default
 start_all_gather = torch.ops.vescale.start_all_gather.default
 wait_all_gather = torch.ops.vescale.wait_all_gather.default
 start_reduce_scatter = torch.ops.vescale.start_reduce_scatter.default

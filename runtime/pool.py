@@ -171,10 +171,14 @@ class GraphSlots:
             memory.grow(nbytes)
         return [self._memories[turn][number].take(self._specs[number]) for number in numbers]
 
-    def numbers_of(self, tensors: Sequence[Tensor], turn: int) -> tuple[int, ...] | None:
-        """Which slots the tensors are; None if one of them is no slot."""
-        slots, places = ([(t.data_ptr(), t.numel(), t.dtype) for t in each] for each in (self.all(turn), tensors))
-        return tuple(map(slots.index, places)) if set(places) <= set(slots) else None
+    def numbers_of(self, tensors: Sequence[Tensor], turn: int) -> list[int | None]:
+        """Which slots the tensors are; None for one that is no slot."""
+        numbers = {_place(slot): number for number, slot in enumerate(self.all(turn))}
+        return [numbers.get(_place(tensor)) for tensor in tensors]
+
+
+def _place(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
 class StepSlots:

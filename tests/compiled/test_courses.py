@@ -78,9 +78,9 @@ def logged(model: nn.Module) -> Iterator[list[str]]:
         yield log
 
 
-def known(build: models.Model = models.deep, whole: bool = False) -> tuple[nn.Module, models.Batch]:
+def known(build: models.Model = models.deep, **options: bool) -> tuple[nn.Module, models.Batch]:
     """A model that has taken two steps, and a batch."""
-    model, _ = sharded(build, whole=whole)
+    model, _ = sharded(build, **options)
     batch = data_of(12)[0]
     models.train(model, model.parameters(), [batch] * 2)
     return model, batch
@@ -98,10 +98,14 @@ class Broken(models.Uneven):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize(("build", "whole"), [(models.deep, False), (Broken, True)], ids=["one_by_one", "broken"])
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [(models.deep, {}), (models.deep, {"reshard_after_forward": False}), (Broken, {"whole": True})],
+    ids=["one_by_one", "kept", "broken"],
+)
 @on_ranks(2)
-def test_each_graph_of_a_forward_launches_the_first_gather_of_the_next(build, whole):
-    model, batch = known(build, whole)
+def test_each_graph_of_a_forward_launches_the_first_gather_of_the_next(build, options):
+    model, batch = known(build, **options)
     with logged(model) as log:
         model(*batch)
     assert log == [
@@ -174,6 +178,11 @@ def test_numbers_are_those_of_the_unsharded_model(build):
     trains_as_unsharded(build, data_of(12, 12, 12, 11, 10, 12, 9, 9))
 
 
+@on_ranks(2)
+def test_so_they_are_where_parameters_are_kept_for_the_backward():
+    trains_as_unsharded(models.deep, data_of(12, 12, 11, 12, 10, 12), reshard_after_forward=False)
+
+
 @on_ranks(4)
 def test_so_they_are_over_replicas():
     trains_as_unsharded(
@@ -191,11 +200,24 @@ def test_so_they_are_with_quantized_gathers():
     assert losses == pytest.approx(models.train(call, whole.parameters(), data), rel=1e-6)
 
 
+@pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
-def test_so_they_are_where_one_rank_compiles_a_layer_again():
+def test_so_they_are_where_one_rank_compiles_a_layer_again(reshard):
     """Its slots are then other graphs'."""
     lengths = [(12, 12), (12, 12), (12, 11), (12, 10), (12, 12)]
-    trains_as_unsharded(models.deep, data_of(*(each[dist.get_rank()] for each in lengths)))
+    own = data_of(*(each[dist.get_rank()] for each in lengths))
+    trains_as_unsharded(models.deep, own, reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_what_is_gathered_ahead_is_copied_nowhere(reshard):
+    model, batch = known(reshard_after_forward=reshard)
+    with (
+        mock.patch.object(courses._Ahead, "move_out", side_effect=AssertionError),
+        mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError),
+    ):
+        model(*batch).backward()
 
 
 @on_ranks(2)
