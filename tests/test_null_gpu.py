@@ -121,6 +121,7 @@ def trained(
     own_kernels: bool = False,
     wide: bool = False,
     by_layer: bool = False,
+    kept: bool = False,
     **options: object,
 ) -> Trained:
     """Rank 0 of some that train for three steps, on graphs lowered for them unless others did so in the same folder."""
@@ -133,6 +134,7 @@ def trained(
         "own_kernels": own_kernels,
         "wide": wide,
         "by_layer": by_layer,
+        "kept": kept,
         "options": options,
     }
     environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
@@ -186,6 +188,12 @@ def wide_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 def layers_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """With layers that are compiled one by one."""
     return trained(null_gpu, tmp_path_factory.mktemp("layers"), by_layer=True)
+
+
+@pytest.fixture(scope="module")
+def kept_layers_run(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """With layers that are compiled one by one, and keep their parameters for the backward."""
+    return trained(null_gpu, tmp_path_factory.mktemp("kept_layers"), by_layer=True, kept=True)
 
 
 @pytest.fixture(
@@ -355,6 +363,16 @@ def test_layers_that_are_compiled_one_by_one_gather_the_next_before_they_compute
         *(("all_gather", 1), ("product", 14), ("reduce_scatter", 1)),
         *(("all_gather", 1), ("product", 14), ("reduce_scatter", 1)),
         *(("product", 14), ("reduce_scatter", 2)),
+    ]
+
+
+def test_so_are_those_that_are_kept_for_the_backward(kept_layers_run: Trained) -> None:
+    assert_ordered(kept_layers_run)
+    launched = [line[0] for line in kept_layers_run.of("all_gather", "product")]
+    assert [(kind, len(list(group))) for kind, group in itertools.groupby(launched)] == [
+        *(("all_gather", 3), ("product", 7)),  # what is in no layer, and two layers
+        *(("all_gather", 1), ("product", 7)),
+        *(("all_gather", 1), ("product", 7 + 7 + 3 + 4 * 14)),
     ]
 
 

@@ -90,7 +90,10 @@ def _compiled(model: Llama, how: dict[str, Any]) -> Any:
 def _layout(how: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Arguments of ``fully_shard``."""
     low = torch.float16 if how["scaled"] else torch.bfloat16
-    layout: dict[str, Any] = {"mp_policy": vc.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)}
+    layout: dict[str, Any] = {
+        "mp_policy": vc.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        "reshard_after_forward": not how["kept"],
+    }
     if how["quantized"]:
         layout |= QUANTIZED
     if how["replicas"] > 1:
