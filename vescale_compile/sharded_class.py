@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from .ragged.dtensor import RaggedDTensor
+from .runtime.boundary import binding_of
 from .runtime.marker import unshard_param
-from .sharded_module import Access, ShardedModule, Unit, in_forward
-from .torch_internals.autograd import in_backward
+from .sharded_module import Access, ShardedModule, Unit, reads_are_gathered
 from .torch_internals.tracing import never_start_tracing_at
 
 
@@ -58,6 +58,23 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         _set_again(module, method_name)
 
 
+def note_dtypes(module: nn.Module) -> None:
+    """For modules in it that say of which dtype their parameters are, as those of transformers and diffusers do: that
+    of the first, as it is stored and as it is read in a forward."""
+    for part in module.modules():
+        if not _says_dtype(type(part)):
+            continue
+        bindings = (binding_of(param) for param in part.parameters() if param.is_floating_point())
+        first = next((binding.buffer for binding in bindings if binding is not None), None)
+        if first is not None and first.param_dtype != first.shard.dtype:
+            make_sharded(part, {}, None)
+            cast(ShardedModule, part)._vescale_dtypes = first.shard.dtype, first.param_dtype
+
+
+def _says_dtype(cls: type[nn.Module]) -> bool:
+    return isinstance(inspect.getattr_static(cls, "dtype", None), property)
+
+
 def _choose_class(module: nn.Module) -> None:
     names, methods = tuple(vars(module)["_vescale_access"]), vars(module).get("_vescale_methods", ())
     original = next(cls for cls in type(module).__mro__ if not issubclass(cls, ShardedModule))
@@ -88,6 +105,8 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
             body[name].__signature__ = inspect.signature(getattr(original, name))  # libraries pass what it names
     if issubclass(original, nn.RNNBase):
         body["flatten_parameters"] = _leave_in_place
+    if _says_dtype(original):
+        body["dtype"] = property(_dtype_as_read(original))
     return type(original.__name__, (ShardedModule, original), body)
 
 
@@ -110,6 +129,20 @@ def _leave_in_place(rnn: nn.RNNBase) -> None:
     """In the place of ``flatten_parameters``, which would move gathered weights to memory of cuDNN's."""
 
 
+def _dtype_as_read(original: type[nn.Module]) -> Callable[[ShardedModule], torch.dtype]:
+    """In a forward that in which parameters are read there, because models cast their inputs to it."""
+    stored_dtype = cast(property, inspect.getattr_static(original, "dtype")).fget
+    assert stored_dtype is not None
+
+    def dtype(module: ShardedModule) -> torch.dtype:
+        stored = stored_dtype(module)
+        if module._vescale_dtypes is not None and reads_are_gathered():
+            return module._vescale_dtypes[1] if stored == module._vescale_dtypes[0] else stored
+        return stored
+
+    return dtype
+
+
 def anything_sharded() -> bool:
     """Whether this process ever sharded a module."""
     return _sharded_class.cache_info().currsize > 0
@@ -123,8 +156,7 @@ def _reader(name: str) -> Callable[[ShardedModule], Any]:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}") from None
         if not isinstance(param, RaggedDTensor):
             return param  # None, or another tensor put in its place (torch.func.functional_call)
-        # In a backward, a checkpointed function runs again, and not every such function is a module's forward.
-        if torch.compiler.is_compiling() or in_forward.running or in_backward():
+        if reads_are_gathered():
             access = module._vescale_access[name]
             buffer = access.buffer
             return unshard_param(param, access.place, buffer.sync.accumulates, buffer.param_dtype)

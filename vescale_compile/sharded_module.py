@@ -25,6 +25,7 @@ from .runtime.agreement import agree_on_buffers
 from .runtime.boundary import Binding, binding_of
 from .runtime.dbuffer import DBuffer
 from .storage import convert_buffer
+from .torch_internals.autograd import in_backward
 from .unaveraged import warn_of_unaveraged_in
 
 
@@ -77,6 +78,7 @@ class ShardedModule(nn.Module):
     _vescale_access: dict[str, Access]
     _vescale_unit: Unit | None
     _vescale_methods: tuple[str, ...] = ()  # those that were registered as forwards
+    _vescale_dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of its first sharded parameter, and as it is read
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._vescale_unit_forward(super().forward, args, kwargs)
@@ -237,6 +239,12 @@ class _Converting:
 
 
 _converting = _Converting()
+
+
+def reads_are_gathered() -> bool:
+    """Whether reading a sharded parameter as an attribute gives the full one. In a backward a checkpointed function
+    runs again, and not every such function is a module's forward."""
+    return torch.compiler.is_compiling() or in_forward.running or in_backward()
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import Binding
 from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync
 from .runtime.model import Model
-from .sharded_class import make_sharded
+from .sharded_class import make_sharded, note_dtypes
 from .sharded_module import Access, Unit, buffers_in, unit_of
 from .sharding_checks import (
     GradientQuantizerFn,
@@ -142,6 +142,7 @@ def fully_shard(
         members, layouts = units.popleft()
         make_sharded(members.module, {}, _shard_unit(members, layouts, places, over, policy, root=module))
     _name_buffers(module)
+    note_dtypes(module)
     buffers = buffers_in(module)
     model = Model(buffers, module)
     for buffer in buffers:

@@ -41,6 +41,32 @@ class Outer(nn.Module):
         return x
 
 
+class Tower(nn.Module):
+    """Says of which dtype its parameters are, which are those of its parts, and casts to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+
+    @property
+    def dtype(self):
+        return next(self.parameters()).dtype
+
+    def forward(self, pixels):
+        self.seen = self.dtype
+        return self.stem(pixels.to(self.dtype))
+
+
+class WithTower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower()
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, pixels):
+        return self.layers[0](self.tower(pixels))
+
+
 def probe(policy: vc.MixedPrecisionPolicy, compile: str | None):
     torch._dynamo.reset()
     model, call = models.sharded(Probe, compile=compile, mp_policy=policy)
@@ -57,6 +83,15 @@ def test_param_dtype_is_that_of_parameters_in_forward_and_masters_stay_fp32():
         assert out.dtype == BF16
         assert {p.dtype for p in model.parameters()} == {FP32}
         assert {p.grad.dtype for p in model.parameters()} == {FP32}
+
+
+@pytest.mark.parametrize("compile", [None, "eager"])
+@on_ranks(2)
+def test_a_module_that_says_its_dtype_says_that_of_parameters_in_forward(compile):
+    torch._dynamo.reset()
+    model, call = models.sharded(WithTower, compile=compile, mp_policy=vc.MixedPrecisionPolicy(param_dtype=BF16))
+    assert call(torch.ones(2, 8, dtype=torch.uint8)).dtype == BF16
+    assert (model.tower.seen, model.tower.dtype) == (BF16, FP32)
 
 
 @on_ranks(2)
