@@ -32,6 +32,7 @@ DEADLINE_S = 300.0
 _GRACE_S = 10.0  # for the first rank to say who is missing
 _MOST_NAMED = 8  # ranks that a message describes one by one
 _GRAPH = "compiled graph"
+_OUTSIDE = "outside compiled code"
 _SAME_MODEL = (
     "Every rank must build the same model, in the same order, with the same parameters frozen, and compile and call it "
     "alike (with the same options, in training or evaluation, inside no_sync or not)."
@@ -45,12 +46,12 @@ _STILL_COMPILING = (
     "If they were still loading or compiling, give them longer: torch.compile(..., options={'deadline': seconds}). "
     + _OTHERWISE_BUSY
 )
-_STILL_COMPILED = (
-    "If they run compiled code for this unit, this rank has left it: Dynamo stops compiling what it has compiled "
-    "torch._dynamo.config.recompile_limit times (TORCH_LOGS=recompiles says why); or it could not trace this call, "
-    "because of an exception or a branch that only this rank's batch leads to (TORCH_LOGS=graph_breaks); or only this "
-    "rank called the model uncompiled."
+_WHY_LEFT = (
+    "Dynamo stops compiling what it has compiled torch._dynamo.config.recompile_limit times (TORCH_LOGS=recompiles "
+    "says why); or it could not trace this call, because of an exception or a branch that only this rank's batch leads "
+    "to (TORCH_LOGS=graph_breaks); or only this rank called the model uncompiled."
 )
+_STILL_COMPILED = "If they run compiled code for this unit, this rank has left it: " + _WHY_LEFT
 _SAME_VALUES = (
     "Replicas must begin with equal parameters, or they stay different: seed all ranks alike where the model is "
     "built, or load one checkpoint on all."
@@ -119,7 +120,7 @@ def agree_on_leaving_compiled_code(buffer: DBuffer) -> None:
     """
     if buffer.deadline is not None and not buffer.left_compiled_code:
         lines = [f"unit {buffer.name}"]
-        agree(buffer.mesh, "outside compiled code", lines, absent=_STILL_COMPILED, deadline_s=buffer.deadline)
+        agree(buffer.mesh, _OUTSIDE, lines, absent=_STILL_COMPILED, deadline_s=buffer.deadline)
         buffer.left_compiled_code = True
 
 
@@ -230,14 +231,21 @@ class _Exchange:
         return json.loads(held)
 
     def _explain(self, like: int, differing: list[int]) -> str:
-        reference = json.loads(self._read(f"lines/{like}", grace_s=20.0) or "[]")
-        parts = []
+        reference = self._lines_of(like)
+        parts, came_to = [], {reference[0]}
         for rank in differing[:_MOST_NAMED]:
-            lines = json.loads(self._read(f"lines/{rank}", grace_s=20.0) or "[]")
+            lines = self._lines_of(rank)
+            came_to.add(lines[0])
             mine, theirs = _first_difference(lines, reference)
             parts.append(f"rank {rank} has {mine or 'nothing'!r} where rank {like} has {theirs or 'nothing'!r}")
         verb = "differs" if len(differing) == 1 else "differ"
-        return f"{_some(differing)} {verb} from the others: {'; '.join(parts)}. {self.remedy}"
+        left = len(came_to) > 1 and _OUTSIDE in came_to
+        remedy = f"A rank has left compiled code that others run: {_WHY_LEFT}" if left else self.remedy
+        return f"{_some(differing)} {verb} from the others: {'; '.join(parts)}. {remedy}"
+
+    def _lines_of(self, rank: int) -> list[str]:
+        """What a rank compares; of one that does not answer, nothing."""
+        return json.loads(self._read(f"lines/{rank}", grace_s=20.0) or '[""]')
 
     def _post(self, key: str, value: str) -> None:
         self.store.set(f"{self.prefix}/{key}", value)
@@ -260,8 +268,10 @@ class _Exchange:
 
 
 def _first_difference(lines: Sequence[str], others: Sequence[str]) -> tuple[str, str]:
-    """The first lines that differ; an empty one for what only one of the two has anything of, by the part before the
-    colon."""
+    """The first lines that differ, which are what ranks came to, if that differs; else an empty one for what only one
+    of the two has anything of, by the part before the colon."""
+    if lines[0] != others[0]:
+        return lines[0], others[0]
     differing = (pair for pair in zip_longest(lines, others, fillvalue="") if pair[0] != pair[1])
     line, other = next(differing, ("?", "?"))
     if line and not _has(others, line):

@@ -332,6 +332,18 @@ def test_a_rank_from_which_pytorch_asks_to_compile_again_has_not_failed():
 
 
 @on_ranks(2)
+def test_of_a_rank_that_leaves_compiled_code_where_another_compiles_it_is_said_why_ranks_do():
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven)
+    batch = models.batches(1, 11)[0]
+    call(*batch).backward()
+    run = model if dist.get_rank() == ODD else call
+    said = "rank 1 has 'outside compiled code' where rank 0 has 'compiled graph'. A rank has left .*: Dynamo stops"
+    with torch.no_grad(), pytest.raises(Exception, match=said):
+        run(*batch)
+
+
+@on_ranks(2)
 def test_all_ranks_may_leave_compiled_code():
     torch._dynamo.reset()
     model, call = models.sharded(models.Uneven)
