@@ -83,9 +83,11 @@ class _Ahead:
         return dict(zip(self.stop.sources, self.fulls, strict=True))
 
     def move_out(self) -> None:
-        """To memory that nothing else uses."""
-        self.pending.wait()
-        self.pending, self.fulls = Nothing(), [full.clone() for full in self.fulls]
+        """Of slots, which a graph may write to before it gathers, to memory that nothing else uses."""
+        assert self.stop.places is not None
+        if set(self.stop.places) != {None}:
+            self.pending.wait()
+            self.pending, self.fulls = Nothing(), [full.clone() for full in self.fulls]
 
     def into(self, fulls: Sequence[Tensor]) -> Pending:
         """Has it be, or come, where a graph wants it."""
@@ -115,7 +117,7 @@ class Course:
         self._graph = ref(graph)
         self._taken.clear()
         if self._ahead is not None and self._ahead.stop.graph() is not graph:
-            self._ahead.move_out()  # a graph of other slots may write there before it gathers
+            self._ahead.move_out()
         before, self._begun = self._begun, next_number()
         settle(before)
         return turn

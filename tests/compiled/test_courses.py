@@ -40,6 +40,9 @@ def sharded(
     return model, graphs
 
 
+CHECKPOINTED = functools.partial(models.CheckpointedLayers, models.DEEP, reentrant=False)
+
+
 def data_of(*lengths: int) -> list[models.Batch]:
     return [models.batches(1, 11, shape=(2, length))[0] for length in lengths]
 
@@ -166,7 +169,7 @@ class Wandering(models.Uneven):
     "build",
     [
         models.deep,
-        functools.partial(models.CheckpointedLayers, models.DEEP, reentrant=False),
+        CHECKPOINTED,
         functools.partial(models.CheckpointedLayers, models.DEEP, reentrant=True),
         TwoKinds,
         Wandering,
@@ -209,12 +212,12 @@ def test_so_they_are_where_one_rank_compiles_a_layer_again(reshard):
     trains_as_unsharded(models.deep, own, reshard_after_forward=reshard)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("build", "reshard"), [(models.deep, True), (models.deep, False), (CHECKPOINTED, False)])
 @on_ranks(2)
-def test_what_is_gathered_ahead_is_copied_nowhere(reshard):
-    model, batch = known(reshard_after_forward=reshard)
+def test_what_is_gathered_ahead_is_copied_nowhere(build, reshard):
+    model, batch = known(build, reshard_after_forward=reshard)
     with (
-        mock.patch.object(courses._Ahead, "move_out", side_effect=AssertionError),
+        mock.patch.object(Tensor, "clone", side_effect=AssertionError),
         mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError),
     ):
         model(*batch).backward()
