@@ -62,7 +62,7 @@ def note_dtypes(module: nn.Module) -> None:
     """For modules in it that say of which dtype their parameters are, as those of transformers and diffusers do: that
     of the first, as it is stored and as it is read in a forward."""
     for part in module.modules():
-        if not _says_dtype(type(part)):
+        if _said_dtype(type(part)) is None:
             continue
         bindings = (binding_of(param) for param in part.parameters() if param.is_floating_point())
         first = next((binding.buffer for binding in bindings if binding is not None), None)
@@ -71,8 +71,9 @@ def note_dtypes(module: nn.Module) -> None:
             cast(ShardedModule, part)._vescale_dtypes = first.shard.dtype, first.param_dtype
 
 
-def _says_dtype(cls: type[nn.Module]) -> bool:
-    return isinstance(inspect.getattr_static(cls, "dtype", None), property)
+def _said_dtype(cls: type[nn.Module]) -> property | None:
+    found = inspect.getattr_static(cls, "dtype", None)
+    return found if isinstance(found, property) else None
 
 
 def _choose_class(module: nn.Module) -> None:
@@ -105,8 +106,8 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
             body[name].__signature__ = inspect.signature(getattr(original, name))  # libraries pass what it names
     if issubclass(original, nn.RNNBase):
         body["flatten_parameters"] = _leave_in_place
-    if _says_dtype(original):
-        body["dtype"] = property(_dtype_as_read(original))
+    if (said := _said_dtype(original)) is not None:
+        body["dtype"] = said.getter(_dtype_as_read(said))
     return type(original.__name__, (ShardedModule, original), body)
 
 
@@ -129,9 +130,9 @@ def _leave_in_place(rnn: nn.RNNBase) -> None:
     """In the place of ``flatten_parameters``, which would move gathered weights to memory of cuDNN's."""
 
 
-def _dtype_as_read(original: type[nn.Module]) -> Callable[[ShardedModule], torch.dtype]:
+def _dtype_as_read(said: property) -> Callable[[ShardedModule], torch.dtype]:
     """In a forward that in which parameters are read there, because models cast their inputs to it."""
-    stored_dtype = cast(property, inspect.getattr_static(original, "dtype")).fget
+    stored_dtype = said.fget
     assert stored_dtype is not None
 
     def dtype(module: ShardedModule) -> torch.dtype:
