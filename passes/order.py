@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from ..schemas import is_view, written_by
 from ..torch_internals.inductor_graphs import generates_code_for
 from .aliases import allocations_of
-from .context import Role, buffer_of, comm_of
+from .context import Comm, Role, buffer_of, comm_of
 from .slot_memory import sharing_memory
 from .tenants import check_tenants
 
@@ -63,46 +63,69 @@ def _reads_before_writes(graph: fx.Graph, slots: Slots, sharing: Sharing) -> Pai
     Generated kernels that write gradients into a slot share it with operators that write other gradients: they are
     kept before the reduction only. Calls of libraries need pins where no collective stands between two of them.
     """
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    carried: dict[fx.Node, set[fx.Node]] = {}  # by generated node: the slots that its kernels may read
-    readers: dict[fx.Node, list[fx.Node]] = {}
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    called: dict[fx.Node, list[fx.Node]] = {}  # since the last collective
-    pairs: Pairs = []
+    reads = _Reads(graph, slots, sharing)
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        through = {slot for arg in node.all_input_nodes for slot in carried.get(arg, ())}
+        if node.op == "call_function":
+            reads.visit(node)
+    return reads.pairs
+
+
+class _Reads:
+    """What has read each slot, and written it, so far in the order of a graph."""
+
+    def __init__(self, graph: fx.Graph, slots: Slots, sharing: Sharing) -> None:
+        self.pairs: Pairs = []
+        self._slots, self._sharing = slots, sharing
+        self._places = {node: place for place, node in enumerate(graph.nodes)}
+        self._carried: dict[fx.Node, set[fx.Node]] = {}  # by generated node: the slots that its kernels may read
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
+        self._called: dict[fx.Node, list[fx.Node]] = {}  # readers since the last collective, in libraries
+
+    def visit(self, node: fx.Node) -> None:
+        through = {slot for arg in node.all_input_nodes for slot in self._carried.get(arg, ())}
         if is_view(node):
-            carried[node] = through
-            continue
-        touched = {slots[arg] for arg in node.all_input_nodes if slots[arg].op == "placeholder"}
-        written = {slots[arg] for arg in written_by(node)} & touched
+            self._carried[node] = through
+            return
+        touched = {self._slots[arg] for arg in node.all_input_nodes if self._slots[arg].op == "placeholder"}
+        written = {self._slots[arg] for arg in written_by(node)} & touched
         comm = comm_of(node)
-        if comm is None and not _is_library_call(node):
-            carried[node] = touched - written | through
-            for slot in carried[node]:
-                readers.setdefault(slot, []).append(node)
-            for slot in written:
-                writers.setdefault(slot, []).append(node)
-            continue
         if comm is not None:
-            called.clear()  # they come before it anyway
+            self._collective(node, comm, written)
+        elif _is_library_call(node):
+            self._library_call(node, touched, written)
+        else:
+            self._generated(node, touched - written | through, written)
+
+    def _generated(self, node: fx.Node, read: set[fx.Node], written: set[fx.Node]) -> None:
+        self._carried[node] = read
+        for slot in read:
+            self._readers.setdefault(slot, []).append(node)
         for slot in written:
-            given = sharing[slot]
-            for held in given:
-                pairs += [(reader, node) for reader in readers.get(held, ()) if _lasts(reader, places[node], places)]
-                pairs += [(reader, node) for reader in called.get(held, ())]
-            if comm is not None:
-                pairs += [(writer, node) for writer in writers.get(slot, ())]
-            if comm is not None and comm.role is Role.LAUNCH:  # what comes after this launch comes after them
-                writers.pop(slot, None)
-                for held in given:
-                    for reader in readers.pop(held, ()):
-                        carried[reader].discard(held)
-        for slot in touched - written if comm is None else ():
-            called.setdefault(slot, []).append(node)
-    return pairs
+            self._writers.setdefault(slot, []).append(node)
+
+    def _library_call(self, node: fx.Node, touched: set[fx.Node], written: set[fx.Node]) -> None:
+        for slot in written:
+            self._pin_readers(node, slot)
+        for slot in touched - written:
+            self._called.setdefault(slot, []).append(node)
+
+    def _collective(self, node: fx.Node, comm: Comm, written: set[fx.Node]) -> None:
+        self._called.clear()  # they come before it anyway
+        for slot in written:
+            self._pin_readers(node, slot)
+            self.pairs += [(writer, node) for writer in self._writers.get(slot, ())]
+            if comm.role is Role.LAUNCH:  # what comes after this launch comes after them
+                self._writers.pop(slot, None)
+                for held in self._sharing[slot]:
+                    for reader in self._readers.pop(held, ()):
+                        self._carried[reader].discard(held)
+
+    def _pin_readers(self, node: fx.Node, slot: fx.Node) -> None:
+        """Of memory that a slot has in common with others, before a node that writes the slot."""
+        for held in self._sharing[slot]:
+            lasting = (each for each in self._readers.get(held, ()) if _lasts(each, self._places[node], self._places))
+            self.pairs += [(reader, node) for reader in (*lasting, *self._called.get(held, ()))]
 
 
 def _writes_after_collectives(graph: fx.Graph, slots: Slots, sharing: Sharing) -> Pairs:

@@ -7,7 +7,7 @@ What they assume is in :data:`ASSUMPTIONS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vescale_compile.cost import Cluster, CollectiveCost, averaged_over_replicas, collective_cost
@@ -39,9 +39,21 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
     """
     shapes = published(model).units
     units = {name: sum(map(math.prod, unit.values())) for name, unit in shapes.items()}
-    config = PUBLISHED[model][1]
-    hidden, layers = config["hidden_size"], [name for name in units if name not in ("embedding", "head")]
     states = sum(units.values()) * STATE_BYTES // cluster.ranks
+    compute = _computation(model, shapes, cluster, tokens, sequence, states)
+    return TaskGraph(tuple(compute), tuple(_communication(units, cluster, replicas)), apart=True)
+
+
+def _layers(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in ("embedding", "head")]
+
+
+def _computation(
+    model: str, shapes: Mapping[str, Shapes], cluster: Cluster, tokens: int, sequence: int, states: int
+) -> list[Compute]:
+    """The tasks of a step, in its order, beside so many bytes of ``states``."""
+    config, layers = PUBLISHED[model][1], _layers(shapes)
+    hidden = config["hidden_size"]
     forward = [
         cluster.device.seconds(
             tokens * (2 * _active_parameters(model, shapes[name]) + _attention_flops(config, layer, sequence)),
@@ -64,32 +76,34 @@ def published_graph(model: str, cluster: Cluster, tokens: int, *, sequence: int 
     for index, seconds in reversed(list(enumerate(forward))):
         live = states + (index + 1) * saved + 2 * working
         compute += [Compute(f"{layers[index]} {part} backward", 1.5 * seconds, live) for part in ("mlp", "attention")]
-    compute.append(Compute("embedding backward", 1e-5, states + saved))
+    return [*compute, Compute("embedding backward", 1e-5, states + saved)]
 
-    end = len(compute) - 1
-    spans = {name: (1 + 2 * index, 2 + 2 * index) for index, name in enumerate(layers)}
-    uses: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {"embedding": ((0,), (end,))}
-    uses |= {name: (spans[name], (end - spans[name][1], end - spans[name][0])) for name in layers}
-    uses["head"] = ((1 + 2 * len(layers),), (2 + 2 * len(layers),))
-    transfers = []
-    for name, (readers, _) in uses.items():
-        cost = collective_cost(cluster, "all_gather", PARAM_BYTES * units[name])
-        transfers.append(_transfer(f"gather {name}", cost, readers=readers, output_bytes=PARAM_BYTES * units[name]))
-    for index, (name, (_, backward)) in enumerate(uses.items()):
-        if name == "embedding":  # its gradient does not depend on it
-            continue
-        cost = collective_cost(cluster, "all_gather", PARAM_BYTES * units[name])
-        transfers.append(
-            _transfer(
-                f"gather {name} again", cost, readers=backward, output_bytes=PARAM_BYTES * units[name], repeats=index
-            )
-        )
-    for name, (_, backward) in uses.items():
+
+def _uses(layers: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Each unit, the tasks of the forward that read it, and those of the backward, by their places in a step."""
+    end = 4 * len(layers) + 3
+    yield "embedding", (0,), (end,)
+    for index, name in enumerate(layers):
+        first, second = 1 + 2 * index, 2 + 2 * index
+        yield name, (first, second), (end - second, end - first)
+    yield "head", (1 + 2 * len(layers),), (2 + 2 * len(layers),)
+
+
+def _communication(units: Mapping[str, int], cluster: Cluster, replicas: int) -> Iterator[Transfer]:
+    """Of units of so many elements: gathers, gathers of the backward, and reductions."""
+    uses = list(_uses(_layers(units)))
+    gathers = {name: collective_cost(cluster, "all_gather", PARAM_BYTES * numel) for name, numel in units.items()}
+    for name, forward, _ in uses:
+        yield _transfer(f"gather {name}", gathers[name], readers=forward, output_bytes=PARAM_BYTES * units[name])
+    for index, (name, _, backward) in enumerate(uses):
+        if name != "embedding":  # its gradient does not depend on it
+            again, nbytes = f"gather {name} again", PARAM_BYTES * units[name]
+            yield _transfer(again, gathers[name], readers=backward, output_bytes=nbytes, repeats=index)
+    for name, _, backward in uses:
         nbytes = GRADIENT_BYTES * units[name]
         cost = collective_cost(cluster, "reduce_scatter", nbytes)
         cost, then = averaged_over_replicas(cost, cluster, replicas, nbytes / cluster.ranks, beside=True)
-        transfers.append(_transfer(f"reduce {name}", cost, then, writers=backward, input_bytes=nbytes))
-    return TaskGraph(tuple(compute), tuple(transfers), apart=True)
+        yield _transfer(f"reduce {name}", cost, then, writers=backward, input_bytes=nbytes)
 
 
 def _transfer(name: str, cost: CollectiveCost, then: CollectiveCost = NOTHING, **uses: object) -> Transfer:

@@ -96,25 +96,10 @@ def settings_from(args: argparse.Namespace) -> TrainSettings:
     Raises:
         ValueError: an option that would do nothing beside the others, or a value that cannot be.
     """
-    if args.backend != "vescale":
-        for option in ("lowering", "reshard", "param_dtype", "dump"):
-            if getattr(args, option) is not None:
-                raise ValueError(f"--{option.replace('_', '-')} is for --backend vescale, not {args.backend}")
-    if args.ddp and args.backend == "vescale":
-        raise ValueError("--ddp is for comparison: give another --backend (inductor) with it")
-    if args.sample == 0 and (args.prompt is not None or args.temperature is not None):
-        raise ValueError("--prompt and --temperature are for a sample, and --sample 0 writes none")
-    if args.sample < 0:
-        raise ValueError(f"--sample is {args.sample}; it must be 0 or more")
-    if args.temperature is not None and not 0 <= args.temperature < math.inf:
-        raise ValueError(f"--temperature is {args.temperature}; it must be 0 or more")
-    if args.prompt == "":
-        raise ValueError("--prompt is empty; a sample needs a byte to continue")
+    _check_options(args)
     text = standard_library() if args.text is None else args.text
     if not text.is_dir():
         raise ValueError(f"--text {text} is not a folder")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: its folder does not exist")
     sizes = {name: getattr(args, name) for name in SIZE_OPTIONS if getattr(args, name) is not None}
     return TrainSettings(
         model=replace(SIZES[args.model], **sizes, tie_embeddings=args.tie_embeddings),
@@ -139,6 +124,25 @@ def settings_from(args: argparse.Namespace) -> TrainSettings:
         prompt=args.prompt,
         json=args.json,
     )
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.backend != "vescale":
+        for option in ("lowering", "reshard", "param_dtype", "dump"):
+            if getattr(args, option) is not None:
+                raise ValueError(f"--{option.replace('_', '-')} is for --backend vescale, not {args.backend}")
+    if args.ddp and args.backend == "vescale":
+        raise ValueError("--ddp is for comparison: give another --backend (inductor) with it")
+    if args.sample == 0 and (args.prompt is not None or args.temperature is not None):
+        raise ValueError("--prompt and --temperature are for a sample, and --sample 0 writes none")
+    if args.sample < 0:
+        raise ValueError(f"--sample is {args.sample}; it must be 0 or more")
+    if args.temperature is not None and not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature is {args.temperature}; it must be 0 or more")
+    if args.prompt == "":
+        raise ValueError("--prompt is empty; a sample needs a byte to continue")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: its folder does not exist")
 
 
 def _device_type(wanted: str) -> str:

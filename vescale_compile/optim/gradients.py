@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,24 +70,12 @@ def check_gradients(
         UnusableGradients: on every rank of the mesh, naming a rank and a parameter.
         ValueError: instead, as :func:`check_layouts`, on the ranks that have a gradient of another layout.
     """
-    sharded = [isinstance(param, RaggedDTensor) for _, param in params]
     first = next((param for _, param in params if isinstance(param, RaggedDTensor)), None)
     mesh = whole_mesh(first) if first is not None else None
     device = (first if first is not None else params[0][1]).device
     me = mesh.get_rank() if mesh is not None else 0
 
-    # For each parameter the rank plus one, where the rank has a gradient, lacks one, has one of another layout, refuses
-    # it, has one that is not finite: a maximum over ranks names one of them, and is 0 if there is none.
-    present = [param.grad is not None for _, param in params]
-    usable = [is_usable(param) for _, param in params]
-    absent = [shards and not has for shards, has in zip(sharded, present, strict=True)]
-    misfit = [has and not fits for has, fits in zip(present, usable, strict=True)]
-    unfit = [param in refused for _, param in params]
-    infinite = _infinite(
-        [param.grad if fits else None for (_, param), fits in zip(params, usable, strict=True)], device
-    )
-    known = torch.tensor([present, absent, misfit, unfit], device=device)
-    flags = torch.cat([known, infinite[None]]).to(torch.int32) * (me + 1)
+    flags = _flags(params, refused, device).to(torch.int32) * (me + 1)
     # The largest of all ranks' digests is the least, too, where they are equal.
     digest = zlib.crc32("\n".join(alike).encode()) >> 1
     codes = torch.cat([flags.flatten(), torch.tensor([digest, -digest], dtype=torch.int32, device=device)])
@@ -98,27 +87,54 @@ def check_gradients(
         agree(mesh, optimizer, alike, remedy="Give every rank's optimizer the same options, and load the same state.")
 
     check_layouts(optimizer, params)  # of this rank's own it says more
-    rows = [found[i : i + len(params)] for i in range(0, len(found), len(params))]
-    for (name, param), shards, has, lacks, other, useless, bad in zip(params, sharded, *rows, strict=True):
-        where = f"{f'[rank {me}] ' if mesh is not None else ''}{optimizer}: "
-        if shards and has and lacks:
-            raise UnusableGradients(
-                f"{where}{describe(param, name)} has a gradient on rank {has - 1} and none on rank {lacks - 1}. All "
-                "ranks must run the same backward. Nothing was changed."
-            )
-        if other:
-            raise UnusableGradients(
-                f"{where}the gradient of {describe(param, name)} is not dense, or not laid out as the parameter is, on "
-                f"rank {other - 1}. Nothing was changed: redistribute it there."
-            )
-        if bad or useless:
-            on = f", on rank {(bad or useless) - 1}" if mesh is not None else ""
-            what = "has NaN or infinite elements" if bad else reason
-            scaler = ", or step through torch.amp.GradScaler, which skips such steps" if bad else ""
-            raise UnusableGradients(
-                f"{where}the gradient of {describe(param, name)} {what}{on}. Nothing was changed: skip this step"
-                f"{scaler}."
-            )
+    of_each = zip(*(found[i : i + len(params)] for i in range(0, len(found), len(params))), strict=True)
+    for (name, param), ranks in zip(params, of_each, strict=True):
+        shards = isinstance(param, RaggedDTensor)
+        problem = _problem(describe(param, name), _Ranks(*ranks), reason, shards=shards, alone=mesh is None)
+        if problem is not None:
+            raise UnusableGradients(f"{f'[rank {me}] ' if mesh is not None else ''}{optimizer}: {problem}")
+
+
+class _Ranks(NamedTuple):
+    """Of one gradient: a rank plus one, 0 if there is none. The largest of all ranks' names one of them."""
+
+    has: int
+    lacks: int
+    has_misfit: int  # of another layout
+    refuses: int
+    has_infinite: int
+
+
+def _flags(params: NamedParams, refused: AbstractSet[Tensor], device: torch.device) -> Tensor:
+    """Which fields of :class:`_Ranks` this rank is in, for each parameter: [fields, parameters], bool."""
+    tensors = [param for _, param in params]
+    grads = [param.grad if is_usable(param) else None for param in tensors]
+    present = [param.grad is not None for param in tensors]
+    absent = [isinstance(param, RaggedDTensor) and param.grad is None for param in tensors]
+    misfit = [has and grad is None for has, grad in zip(present, grads, strict=True)]
+    unfit = [param in refused for param in tensors]
+    known = torch.tensor([present, absent, misfit, unfit], device=device)
+    return torch.cat([known, _infinite(grads, device)[None]])
+
+
+def _problem(what: str, ranks: _Ranks, reason: str, *, shards: bool, alone: bool) -> str | None:
+    """Why the gradient of ``what`` can't be used: a parameter of ``shards``, or one of a rank that steps ``alone``."""
+    if shards and ranks.has and ranks.lacks:
+        return (
+            f"{what} has a gradient on rank {ranks.has - 1} and none on rank {ranks.lacks - 1}. All ranks must run the "
+            "same backward. Nothing was changed."
+        )
+    if ranks.has_misfit:
+        return (
+            f"the gradient of {what} is not dense, or not laid out as the parameter is, on rank "
+            f"{ranks.has_misfit - 1}. Nothing was changed: redistribute it there."
+        )
+    if ranks.has_infinite or ranks.refuses:
+        on = "" if alone else f", on rank {(ranks.has_infinite or ranks.refuses) - 1}"
+        why = "has NaN or infinite elements" if ranks.has_infinite else reason
+        scaler = ", or step through torch.amp.GradScaler, which skips such steps" if ranks.has_infinite else ""
+        return f"the gradient of {what} {why}{on}. Nothing was changed: skip this step{scaler}."
+    return None
 
 
 def _infinite(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
