@@ -6,11 +6,12 @@ one, and says which unit it belongs to. Called directly they do what they say, o
 
 In the partitioned graphs a collective is a launch into a buffer and a wait, which return nothing:
 ``vescale::start_all_gather``, ``vescale::wait_all_gather``, ``vescale::start_reduce_scatter`` and
-``vescale::wait_reduce_scatter``. A launch ``with_next`` shares a collective with the launch behind it. Gradients are
-written where they will be reduced, by ``vescale::matmul_into``, ``vescale::embedding_into``, ``vescale::sum_into`` and
-PyTorch's own operators. The operators of quantized communication are in ``quantized_ops.py``, those of a gather that
-crosses from the forward to the backward in ``crossing.py``, and those of reductions that outlast the backward in
-``leaving.py``.
+``vescale::wait_reduce_scatter``. A launch ``with_next`` shares a collective with the launch behind it. What a graph
+gathers first, and keeps, goes to ``vescale::all_gather_memory``, because the graph before may have launched it (see
+``courses.py``). Gradients are written where they will be reduced, by ``vescale::matmul_into``,
+``vescale::embedding_into``, ``vescale::sum_into`` and PyTorch's own operators. The operators of quantized communication
+are in ``quantized_ops.py``, those of a gather that crosses from the forward to the backward in ``crossing.py``, and
+those of reductions that outlast the backward in ``leaving.py``.
 """
 
 from __future__ import annotations
