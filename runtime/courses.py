@@ -53,8 +53,8 @@ class _Stop:
         sources: the memory of its shards. No other memory is equal to one that is referred to.
         results: elements and dtype of each that is gathered.
         call: which of the course's calls of graphs it is in.
-        places: where the graph has each, a slot by number, or None for memory that it takes; None where that is not
-            all, or another gather of the graph comes before this one.
+        places: where the graph has each, a slot by number, or None for memory that it takes (see ``memory_of_gather``);
+            None where another gather of the graph comes before this one.
         graph: whose slots they are.
         buffers: of the units; fewer than shards where a shard is not a unit's own memory.
         group: name of the process group.
@@ -109,13 +109,11 @@ class Course:
         self._known: Sequence[_Stop] = ()  # of the last course like this, as long as this one goes as it did
         self._route: list[_Stop] = []
         self._ahead: _Ahead | None = None
-        self._taken: list[int] = []  # addresses of memory that the graph has taken
 
     def enter(self, graph: GraphSlots) -> int:
         """Begins a call of a graph, and returns whose turn it is: what the graph before the last left is waited for."""
         turn, self._calls = self._calls % TURNS, self._calls + 1
         self._graph = ref(graph)
-        self._taken.clear()
         if self._ahead is not None and self._ahead.stop.graph() is not graph:
             self._ahead.move_out()
         before, self._begun = self._begun, next_number()
@@ -127,8 +125,7 @@ class Course:
         ahead = self._ahead.by_source() if self._ahead is not None else {}
         full = ahead.get(StorageWeakRef(shard.untyped_storage()))
         if full is None or (full.numel(), full.dtype) != (numel, dtype):
-            full = shard.new_empty(numel, dtype=dtype)
-        self._taken.append(full.data_ptr())
+            return shard.new_empty(numel, dtype=dtype)
         return full
 
     def gather(self, pairs: Pairs, group: str, start: Start) -> Pending:
@@ -147,27 +144,20 @@ class Course:
 
     def _stop(self, pairs: Pairs, group: str, start: Start) -> _Stop:
         assert self._graph is not None
+        graph = self._graph()
+        assert graph is not None
         fulls = [full for _, full in pairs]
         first = not self._route or self._route[-1].call != self._calls
         return _Stop(
             sources=tuple(StorageWeakRef(shard.untyped_storage()) for shard, _ in pairs),
             results=tuple((full.numel(), full.dtype) for full in fulls),
             call=self._calls,
-            places=self._places_of(fulls) if first else None,
+            places=graph.numbers_of(fulls, (self._calls - 1) % TURNS) if first else None,
             graph=self._graph,
             buffers=tuple(ref(buffer) for shard, _ in pairs if (buffer := _buffer_of(shard)) is not None),
             group=group,
             start=start,
         )
-
-    def _places_of(self, fulls: Sequence[Tensor]) -> Sequence[int | None] | None:
-        """As of a :class:`_Stop`."""
-        assert self._graph is not None
-        graph = self._graph()
-        assert graph is not None
-        places = graph.numbers_of(fulls, (self._calls - 1) % TURNS)
-        taken = (full.data_ptr() in self._taken for place, full in zip(places, fulls, strict=True) if place is None)
-        return places if all(taken) else None
 
     def _arriving(self, stop: _Stop, pairs: Pairs) -> Pending | None:
         ahead, self._ahead = self._ahead, None

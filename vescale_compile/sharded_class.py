@@ -64,11 +64,11 @@ def note_dtypes(module: nn.Module) -> None:
     for part in module.modules():
         if _said_dtype(type(part)) is None:
             continue
-        bindings = (binding_of(param) for param in part.parameters() if param.is_floating_point())
-        first = next((binding.buffer for binding in bindings if binding is not None), None)
-        if first is not None and first.param_dtype != first.shard.dtype:
+        first = next((param for param in part.parameters() if param.is_floating_point()), None)
+        binding = binding_of(first) if first is not None else None
+        if binding is not None and binding.buffer.param_dtype != binding.buffer.shard.dtype:
             make_sharded(part, {}, None)
-            cast(ShardedModule, part)._vescale_dtypes = first.shard.dtype, first.param_dtype
+            cast(ShardedModule, part)._vescale_dtypes = binding.buffer.shard.dtype, binding.buffer.param_dtype
 
 
 def _said_dtype(cls: type[nn.Module]) -> property | None:
