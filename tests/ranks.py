@@ -174,6 +174,14 @@ def _run_body(module: str, name: str, params: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(**params)
 
 
+def initialize_again(store: Path) -> None:
+    """Ends this rank's process group and begins another, of the same ranks, over a file."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    shared = dist.FileStore(str(store), world_size)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+
+
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """This process as one rank of a world whose collectives do nothing: for shapes, graphs and plans."""

@@ -4,14 +4,13 @@ import functools
 import time
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import COLLECTIVE_TIMEOUT, on_ranks
+from ranks import initialize_again, on_ranks
 from torch import nn
 from torch._dynamo.exc import RestartAnalysis
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,12 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import vescale_compile as vc
 from vescale_compile import backend
 from vescale_compile.compiled import others_hear_of_failures
-from vescale_compile.runtime import agreement, messages
-from vescale_compile.runtime.agreement import RanksMissing, agree, agree_on_buffers
+from vescale_compile.runtime import agreement
+from vescale_compile.runtime.agreement import RanksMissing, agree
 from vescale_compile.runtime.collectives import start_all_gather, start_reduce_scatter
 from vescale_compile.runtime.crossing import forget_carried
-from vescale_compile.runtime.decisions import Trial, first_decides
-from vescale_compile.runtime.life import Life, life
 from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -136,150 +133,6 @@ def test_a_model_that_has_no_memory_yet_says_so(compile):
     model.to("meta")
     with pytest.raises(Exception, match=r"\[rank \d\] a sharded parameter .* is on the meta device.*model\.to_empty"):
         call(*models.batches(1, 11)[0])
-
-
-@on_ranks(2)
-def test_ranks_that_have_agreed_open_connections_for_nothing_later():
-    """One that alone takes another way, uncompiled, say, would wait for those that don't come to open theirs."""
-    model = vc.fully_shard(nn.Linear(4, 2), mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
-    agree_on_buffers(buffers_in(model))
-    with mock.patch.object(messages, "group_beside", side_effect=AssertionError):
-        model(torch.ones(1, 4)).sum().backward()
-
-
-@on_ranks(2)
-def test_a_rank_that_does_not_come_is_named_at_the_deadline():
-    mesh, late = init_device_mesh("cpu", (2,)), dist.get_rank() == ODD
-    if late:
-        dist.barrier()
-    with pytest.raises(RanksMissing, match=r"no answer from rank 1 within 0\.5 s"):
-        agree(mesh, "test", [], deadline_s=0.5)
-    if not late:
-        dist.barrier()
-
-
-@on_ranks(2)
-def test_without_a_deadline_ranks_are_waited_for_as_long_as_for_a_collective():
-    late = dist.get_rank() == ODD
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=0.5)), "cpu")
-    if late:
-        dist.barrier()
-    with pytest.raises(RanksMissing, match=r"no answer from rank 1 within 0\.5 s.*init_process_group\(timeout"):
-        agree(mesh, "test", [])
-    if not late:
-        dist.barrier()
-
-
-@on_ranks(2)
-def test_ranks_meet_over_a_store_that_wakes_nobody_where_a_value_is_compared_and_set():
-    """As TCPStore does without libuv: they would sleep until the deadline, though all have come."""
-    mesh, posted = init_device_mesh("cpu", (2,)), agreement.default_store()
-    if first := dist.get_rank() == 0:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, use_libuv=False)
-        posted.set("port without libuv", str(store.port))
-    else:
-        store = dist.TCPStore("localhost", int(posted.get("port without libuv")), use_libuv=False)
-    with (
-        mock.patch.object(agreement, "default_store", return_value=store),
-        mock.patch.object(agreement, "_GRACE_S", 0.0),
-        mock.patch.object(agreement._Exchange, "_give_up", side_effect=AssertionError),
-    ):
-        time.sleep(0.3 if first else 0.0)
-        agree(mesh, "test", [], deadline_s=3)
-    dist.barrier()  # the store is the first rank's
-
-
-@on_ranks(3)
-def test_a_rank_that_gives_up_does_so_for_those_that_come_later():
-    """Else they would agree, and wait for it in their first collective."""
-    mesh, late = init_device_mesh("cpu", (3,)), dist.get_rank() != ODD
-    if late:
-        dist.barrier()
-    with (
-        mock.patch.object(agreement, "_GRACE_S", 0.0),
-        pytest.raises(RanksMissing, match=r"no answer from ranks 0, 2 within 0\.5 s"),
-    ):
-        agree(mesh, "test", [], deadline_s=30 if late else 0.5)
-    if not late:
-        dist.barrier()
-
-
-@on_ranks(3)
-def test_one_rank_alone_asks_who_is_missing():
-    """Of thousands, all of whom may have waited in vain for the first."""
-    mesh, rank = init_device_mesh("cpu", (3,)), dist.get_rank()
-    store = agreement.default_store()
-    if rank > 0:
-        seen = mock.Mock(wraps=store)
-        with (
-            mock.patch.object(agreement, "default_store", return_value=seen),
-            mock.patch.object(agreement, "_GRACE_S", 0.5),
-            pytest.raises(RanksMissing, match=r"no answer from rank 0 within 0\.5 s"),
-        ):
-            agree(mesh, "test", [], deadline_s=0.5)
-        store.add("asked", int(seen.check.called))
-        store.set(f"counted {rank}", "")
-    store.wait(["counted 1", "counted 2"])
-    assert store.add("asked", 0) == 1
-
-
-@on_ranks(3)
-def test_what_the_first_rank_decides_holds_for_all_and_for_those_that_come_later():
-    mesh = init_device_mesh("cpu", (3,))
-    decide = first_decides(mesh)
-    rank = dist.get_rank()
-    if rank == 1:
-        assert decide("which order", "mine") == "mine"
-    dist.barrier()
-    if rank == 2:
-        assert decide("which order", "another") == "mine"
-        assert decide("another graph's order", "another") == "another"
-
-
-@on_ranks(2)
-def test_what_a_trial_decides_holds_in_it_alone_on_all_ranks():
-    mesh, trial, rank = init_device_mesh("cpu", (2,)), Trial(), dist.get_rank()
-    decide = trial.first_decides(mesh)
-    if rank == 0:
-        assert decide("which order", "mine") == "mine"
-    dist.barrier()
-    if rank == 1:
-        assert decide("which order", "another") == "mine"
-        assert first_decides(mesh)("which order", "the real one") == "the real one"
-
-
-@on_ranks(2)
-def test_what_was_decided_for_training_holds_in_a_trial():
-    mesh = init_device_mesh("cpu", (2,))
-    if dist.get_rank() == 0:
-        first_decides(mesh)("which order", "the real one")
-    dist.barrier()
-    assert Trial().first_decides(mesh)("which order", "another") == "the real one"
-
-
-def initialize_again(store: Path) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    shared = dist.FileStore(str(store), world_size)
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
-
-
-@on_ranks(2)
-def test_a_process_group_that_is_initialized_again_begins_anew(tmp_path):
-    if dist.get_rank() == ODD:
-        life().next_exchange(init_device_mesh("cpu", (2,)))  # as if it had waited in vain for another one
-    initialize_again(tmp_path / "store")
-    agree(init_device_mesh("cpu", (2,)), "both come", [], deadline_s=10)
-
-
-@on_ranks(2)
-def test_what_an_earlier_process_group_left_in_the_store_is_not_read():
-    mesh = init_device_mesh("cpu", (2,))
-    keys = []
-    for _ in range(2):
-        keys.append(Life().next_exchange(mesh))
-        dist.barrier()
-    assert len(set(keys)) == 2
 
 
 @on_ranks(2)

@@ -1,0 +1,136 @@
+"""What ``fully_shard`` refuses, and says of it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import vescale_compile as vc
+from vescale_compile.mesh import simulated_on
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def compiled_in_place() -> nn.Module:
+    model = small()
+    model[0].compile()
+    return model
+
+
+def with_a_gradient() -> nn.Module:
+    model = small()
+    model[1].weight.grad = torch.zeros(2, 2)
+    return model
+
+
+def hooked(register: str) -> nn.Module:
+    model = small()
+    getattr(model[0].bias, register)(lambda each: None)
+    return model
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match=r"init_process_group"):
+        vc.fully_shard(small())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: vc.fully_shard(vc.fully_shard(small())), ValueError, r"\[rank 0\].* is a unit already"),
+        (
+            lambda: vc.fully_shard(torch.compile(small())),
+            RuntimeError,
+            "fully_shard first, then torch.compile",
+        ),
+        (lambda: vc.fully_shard(compiled_in_place()), RuntimeError, "0 was compiled already"),
+        (lambda: vc.fully_shard(torch.jit.script(small())), ValueError, "0 is a torch.jit.ScriptModule, whose code"),
+        (
+            lambda: vc.fully_shard(nn.Sequential(DistributedDataParallel(small()))),
+            ValueError,
+            "0 is a DistributedDataParallel",
+        ),
+        (lambda: vc.fully_shard(nn.ReLU()), ValueError, r"fully_shard\(ReLU\): no parameters left to shard"),
+        (
+            lambda: vc.fully_shard(vc.fully_shard(small())[0]),
+            ValueError,
+            r"\[rank 0\] fully_shard\(Linear\): .*'weight' is sharded already, .* around .* inner modules first",
+        ),
+        (lambda: vc.fully_shard(nn.ModuleList([small()])), ValueError, "each of its elements"),
+        (lambda: vc.fully_shard([small()]), TypeError, "give an nn.Module"),
+        (lambda: vc.fully_shard(small(), reshard_after_forward=2), TypeError, "give True or False"),
+        (
+            lambda: vc.fully_shard(small(), mp_policy=torch.bfloat16),
+            TypeError,
+            "mp_policy is torch.bfloat16; give",
+        ),
+        *(
+            (
+                lambda policy=policy: vc.fully_shard(small(), mp_policy=vc.MixedPrecisionPolicy(**policy)),
+                TypeError,
+                "mp_policy has .*; give a floating-point dtype",
+            )
+            for policy in ({"param_dtype": "bfloat16"}, {"reduce_dtype": torch.int8}, {"output_dtype": 16})
+        ),
+        (
+            lambda: vc.fully_shard(small(), ignored_params=["0.weight"]),
+            TypeError,
+            "has '0.weight'; give a set of param",
+        ),
+        (lambda: vc.fully_shard(small(), ignored_params="0.weight"), TypeError, "has '0.weight'; give a set"),
+        (lambda: vc.fully_shard(m := small(), ignored_params=m[0].weight), TypeError, "has a Parameter; give a set"),
+        (lambda: vc.fully_shard(m := small(), ignored_params=m.named_parameters()), TypeError, "; give a set"),
+        (
+            lambda: vc.fully_shard(small(), mesh=init_device_mesh("cpu", (2, 2))),
+            ValueError,
+            r"\[rank 0\].* two dimensions without names; name them",
+        ),
+        (
+            lambda: vc.fully_shard(small(), mesh=init_device_mesh("cpu", (1, 2, 2))),
+            ValueError,
+            r"\[rank 0\].* has 3 dimensions; give a 1-D mesh",
+        ),
+        (
+            lambda: vc.fully_shard(nn.ParameterList([nn.Parameter(torch.empty(0, 3))])),
+            ValueError,
+            r"parameter '0' of shape \(0, 3\) has no elements: pass it in ignored_params",
+        ),
+        (lambda: vc.fully_shard(with_a_gradient()), ValueError, r"\[rank 0\].*'1.weight' has a gradient.* to None"),
+        *(
+            (lambda r=r: vc.fully_shard(hooked(r)), ValueError, r"\[rank 0\].*'0.bias' has gradient hooks.* after")
+            for r in ("register_hook", "register_post_accumulate_grad_hook")
+        ),
+    ],
+)
+def test_errors_say_what_to_do(make, error, message):
+    with fake_world(4), pytest.raises(error, match=message):
+        make()
+
+
+def test_complex_parameters_are_refused_on_gpus():
+    model = nn.ParameterList([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
+    with fake_world(4), simulated_on("cuda"), pytest.raises(ValueError, match=r"'0' is complex, .*view_as_real"):
+        vc.fully_shard(model)
+
+
+def test_a_model_on_a_device_that_the_process_group_can_not_communicate_from(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    with (
+        fake_world(4),
+        pytest.raises(ValueError, match=r"\[rank 0\].* is on cpu, and .*\(cuda:nccl\)\. Move the module"),
+    ):
+        vc.fully_shard(small())
+
+
+def test_a_parameter_in_two_meshes():
+    with fake_world(4):
+        model = small()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        vc.fully_shard(model[0], mesh=mesh["shard"])
+        with pytest.raises(ValueError, match=r"\[rank 0\].*parameter '0.weight' is sharded over"):
+            vc.fully_shard(model, mesh=mesh["replicate"])

@@ -1,0 +1,113 @@
+"""A write to a parameter in a forward is refused, in every way in which Python can say it."""
+
+import re
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+
+import vescale_compile as vc
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+
+class Writes(nn.Module):
+    """Writes to a parameter inside forward, in one of the ways that Python offers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4))
+        self.embed = nn.Embedding(4, 4, max_norm=0.5)
+        self.how = "nothing"
+
+    @torch.no_grad()
+    def write(self):
+        match self.how:
+            case "method":
+                self.w.mul_(2)
+            case "operator":
+                w = self.w
+                w += 1
+            case "view":
+                self.w[0].zero_()
+            case "item":
+                self.w[0] = 1.0
+            case "detach":
+                self.w.detach().mul_(2)
+            case "data":
+                self.w.data.mul_(2)
+            case "out":
+                torch.add(self.w, 1, out=self.w)
+            case "foreach":
+                torch._foreach_mul_([self.w], 2.0)
+            case "max_norm":
+                self.embed(torch.arange(4))
+
+    def forward(self, x):
+        self.write()
+        return (x @ self.w).sum() + self.w.detach().clone().mul_(2).sum()
+
+
+WAYS = ["method", "operator", "view", "item", "detach", "data", "out", "foreach", "max_norm"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@on_ranks(2)
+def test_writing_to_a_parameter_in_a_compiled_forward_is_refused(how):
+    torch._dynamo.reset()
+    model, call = models.sharded(Writes)
+    call(torch.ones(4, 4)).backward()
+    model.how = how
+    with pytest.raises(Exception, match="written to inside forward") as caught:
+        call(torch.ones(4, 4))
+    assert f"rank {dist.get_rank()}" in str(caught.value)
+    assert re.search(r"it is written by line \d+ of \S+test_writes\.py", str(caught.value))
+
+
+@pytest.mark.parametrize("how", [way for way in WAYS if way not in ("data", "max_norm")])
+@on_ranks(2)
+def test_writing_to_a_parameter_in_an_eager_forward_is_refused(how):
+    model, call = models.sharded(Writes, compile=None)
+    model.how = how
+    with pytest.raises(RuntimeError, match="written to inside forward"):
+        call(torch.ones(4, 4))
+
+
+@on_ranks(2)
+def test_so_is_an_embedding_that_renormalizes_its_rows():
+    model = vc.fully_shard(nn.Embedding(4, 4, max_norm=0.5))
+    with pytest.raises(RuntimeError, match=r"rank \d\] .*written to inside forward"):
+        model(torch.arange(4))
+
+
+class WritesToAnother(nn.Module):
+    """Moves the weights of a module that is a unit of its own and does not run, as a target network's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Linear(4, 4)
+        self.target = vc.fully_shard(nn.Linear(4, 4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.target.weight.lerp_(self.online.weight, 0.5)
+        return self.online(x).sum()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@on_ranks(2)
+def test_writing_to_a_parameter_of_another_unit_in_an_eager_forward_is_refused(mode):
+    model = vc.fully_shard(WritesToAnother())
+    with mode(), pytest.raises(RuntimeError, match="written to inside forward"):
+        model(torch.ones(4, 4))
+
+
+@on_ranks(2)
+def test_writing_to_a_parameter_in_inference_mode_is_refused():
+    model, call = models.sharded(Writes, compile=None)
+    model.how = "method"
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="written to inside forward"):
+        call(torch.ones(4, 4))
