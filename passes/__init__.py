@@ -37,7 +37,7 @@ from .context import CompileContext, Stage, comm_of, shared_text
 from .expand import expand
 from .hoist import hoist
 from .leave import leave
-from .memory import left_bytes, peak_of
+from .memory import GraphMemory, left_bytes
 from .order import ordered_nodes
 from .overlap import overlap
 from .reshard import reshard
@@ -85,7 +85,7 @@ def summarize(graph: fx.Graph, context: CompileContext) -> Summary:
         ),
         entries=tuple(census(graph, context)),
         slots=context.slot_uses[context.part],
-        peak=peak_of(graph, context),
+        peak=GraphMemory(graph, context, context.part).peak(),
         left_bytes=left_bytes(graph, context),
         prediction=context.predictions[context.part],
     )

@@ -59,7 +59,7 @@ memory that went from one to the other would hold such a writer behind each such
 def assign(gm: fx.GraphModule, context: CompileContext) -> None:
     assert context.part is not None
     slots: dict[SlotSpec, list[Lifetime]] = {}
-    for lifetime, place in places_for(lifetimes(gm.graph)).items():
+    for lifetime, place in places_for(lifetimes(gm.graph, bases_of(gm.graph))).items():
         slots.setdefault(place, []).append(lifetime)
     context.slot_uses[context.part] = tuple(_describe(slot, tenants, context) for slot, tenants in slots.items())
     context.slots[context.part] = tuple(slots)
@@ -70,12 +70,12 @@ def assign(gm: fx.GraphModule, context: CompileContext) -> None:
         _first_gather_may_have_begun(gm.graph)
 
 
-def lifetimes(graph: fx.Graph) -> list[Lifetime]:
+def lifetimes(graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> list[Lifetime]:
     """Of the communication buffers that live within the graph, in its order."""
     order = order_of(graph)
     return [
         Lifetime(buffer, order[users[0]], order[users[-1]])
-        for buffer, users in touches_of(graph, bases_of(graph)).items()
+        for buffer, users in touches_of(graph, bases).items()
         if buffer_of(buffer) is not None and users[-1].op != "output" and buffer.meta["val"].numel() > 0
     ]
 

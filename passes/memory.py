@@ -28,24 +28,69 @@ from .summary import Peak
 _NAMED = 3  # of the largest at the fullest moment
 
 
-def peak_of(graph: fx.Graph, context: CompileContext, without: Collection[fx.Node] = ()) -> Peak:
-    """The graph's fullest moment, ``without`` counting what will lie in slots."""
-    assert context.part is not None
-    spans = _spans(graph, context, context.part, without)
-    levels = _levels(graph, spans)
-    at = levels.index(max(levels))
-    held = [node for node, (first, last) in spans.items() if first <= at <= last]
-    kinds: Counter[str] = Counter()
-    for node in held:
-        kinds[_kind(node)] += nbytes_of(node)
-    largest = tuple((_name(node, context), nbytes_of(node)) for node in heapq.nlargest(_NAMED, held, key=nbytes_of))
-    fullest = list(graph.nodes)[at]
-    return Peak(fullest.name, kinds["parameters"], kinds["gradients"], kinds["activations"], largest)
+class GraphMemory:
+    """What a graph holds in memory, in the order in which its nodes are when it is asked.
 
+    Launches and waits, and what they need, may be moved between two questions: what does not depend on where they stand
+    is found once.
 
-def live_bytes(graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]) -> list[int]:
-    """What is live while each node runs, ``without`` what will lie in slots."""
-    return _levels(graph, _spans(graph, context, part, without))
+    Attributes:
+        bases: the node that made the memory of each node's result.
+    """
+
+    def __init__(self, graph: fx.Graph, context: CompileContext, part: Part) -> None:
+        self._graph, self._context, self._part = graph, context, part
+        self.bases = bases_of(graph)
+        values = dict.fromkeys(self.bases.values())
+        self._held = {node for node in values if _is_memory(node, context)}
+        self._in_memory = {
+            each for each in values if each in self._held or each.op == "placeholder" or buffer_of(each) is not None
+        }
+        others = [each for each in values if each not in self._in_memory and nbytes_of(each)]
+        self._meeting = _meeting_again(others, graph, self.bases)
+
+    def peak(self, without: Collection[fx.Node] = ()) -> Peak:
+        """The graph's fullest moment, ``without`` counting what will lie in slots."""
+        spans = self._spans(without)
+        levels = _levels(self._graph, spans)
+        at = levels.index(max(levels))
+        held = [node for node, (first, last) in spans.items() if first <= at <= last]
+        kinds: Counter[str] = Counter()
+        for node in held:
+            kinds[_kind(node)] += nbytes_of(node)
+        named = heapq.nlargest(_NAMED, held, key=nbytes_of)
+        largest = tuple((_name(node, self._context), nbytes_of(node)) for node in named)
+        fullest = list(self._graph.nodes)[at]
+        return Peak(fullest.name, kinds["parameters"], kinds["gradients"], kinds["activations"], largest)
+
+    def live_bytes(self, without: Collection[fx.Node]) -> list[int]:
+        """What is live while each node runs, ``without`` what will lie in slots."""
+        return _levels(self._graph, self._spans(without))
+
+    def _spans(self, without: Collection[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
+        """The first and the last place in the graph's order at which what a node makes is in memory. The forward's
+        inputs are its caller's and stay; the backward frees what it was given after its last use."""
+        order = order_of(self._graph)
+        lasts = _last_uses(self._graph, self.bases, order)
+        if self._part is not Part.BACKWARD:
+            lasts.update((node, len(order)) for node in lasts if node.op == "placeholder")
+        held = self._held | self._outlasting(lasts)
+        lasts = _last_reads(self._graph, self._context, held, self.bases, lasts)
+        return {node: (order[node], last) for node, last in lasts.items() if node in held and node not in without}
+
+    def _outlasting(self, lasts: dict[fx.Node, int]) -> set[fx.Node]:
+        """Values that only generated code reads, but that what an operator of a library makes of them meets again, and
+        that are not computed from what is held in memory, or lies in slots and shards, for as long. All are in the
+        order of ``lasts``, in which none comes before what it is computed from."""
+        sources: dict[fx.Node, set[fx.Node]] = {}  # of a value in memory itself, of others what they are computed from
+        found: set[fx.Node] = set()
+        for node in lasts:
+            read = {self.bases[arg] for arg in node.all_input_nodes} if node not in self._in_memory else ()
+            sources[node] = set().union(*(sources[base] for base in read)) if read else {node}
+            if node in self._meeting and any(lasts[source] < lasts[node] for source in sources[node]):
+                found.add(node)
+                sources[node] = {node}
+        return found
 
 
 def left_bytes(graph: fx.Graph, context: CompileContext) -> int:
@@ -62,21 +107,6 @@ def _levels(graph: fx.Graph, spans: dict[fx.Node, tuple[int, int]]) -> list[int]
         changes[first] += nbytes_of(node)
         changes[last + 1] -= nbytes_of(node)
     return list(itertools.accumulate(changes[place] for place in range(len(graph.nodes))))
-
-
-def _spans(
-    graph: fx.Graph, context: CompileContext, part: Part, without: Collection[fx.Node]
-) -> dict[fx.Node, tuple[int, int]]:
-    """The first and the last place in a graph's order at which what a node makes is in memory. The forward's inputs are
-    its caller's and stay; the backward frees what it was given after its last use."""
-    order, bases = order_of(graph), bases_of(graph)
-    lasts = _last_uses(graph, bases, order)
-    if part is not Part.BACKWARD:
-        lasts.update((node, len(order)) for node in lasts if node.op == "placeholder")
-    held = {node for node in lasts if _is_memory(node, context)}
-    held |= _outlasting(graph, held, bases, lasts)
-    lasts = _last_reads(graph, context, held, bases, lasts)
-    return {node: (order[node], last) for node, last in lasts.items() if node in held and node not in without}
 
 
 def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
@@ -135,25 +165,6 @@ def _stores(
         else:
             numel = numel_of(node)
             sources[node] = {each: alike for each, alike in read.items() if numel_of(each) <= numel}
-
-
-def _outlasting(
-    graph: fx.Graph, held: set[fx.Node], bases: dict[fx.Node, fx.Node], lasts: dict[fx.Node, int]
-) -> set[fx.Node]:
-    """Values that only generated code reads, but that what an operator of a library makes of them meets again, and that
-    are not computed from what is ``held`` in memory, or lies in slots and shards, for as long. All are in the order of
-    ``lasts``, which is the graph's."""
-    in_memory = {each for each in lasts if each in held or each.op == "placeholder" or buffer_of(each) is not None}
-    meeting = _meeting_again([each for each in lasts if each not in in_memory and nbytes_of(each)], graph, bases)
-    sources: dict[fx.Node, set[fx.Node]] = {}  # of a value in memory itself, of others what they are computed from
-    found: set[fx.Node] = set()
-    for node in lasts:
-        read = {bases[arg] for arg in node.all_input_nodes} if node not in in_memory else ()
-        sources[node] = set().union(*(sources[base] for base in read)) if read else {node}
-        if node in meeting and any(lasts[source] < lasts[node] for source in sources[node]):
-            found.add(node)
-            sources[node] = {node}
-    return found
 
 
 def _meeting_again(values: Sequence[fx.Node], graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> set[fx.Node]:

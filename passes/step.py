@@ -21,7 +21,7 @@ from ..torch_internals.tracing import graph_module
 from .assign import Lifetime, lifetimes, slots_for
 from .context import CompileContext, Need, Part, Use, marked_buffer
 from .expand import expand
-from .memory import live_bytes
+from .memory import GraphMemory
 from .overlap import room_ahead
 from .sink import sink
 from .tasks import Collective, collectives_of, segments_of, task_graph
@@ -198,10 +198,11 @@ def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:
     sink(gm, context)
     collectives = collectives_of(gm.graph)
     segments = segments_of(gm.graph, context, collectives)
-    buffers = lifetimes(gm.graph)
+    memory = GraphMemory(gm.graph, context, part)
+    buffers = lifetimes(gm.graph, memory.bases)
     return Half(
         part,
-        tuple(live_bytes(gm.graph, context, part, {lifetime.node for lifetime in buffers})),
+        tuple(memory.live_bytes({lifetime.node for lifetime in buffers})),
         tuple(buffers),
         tuple(collectives),
         task_graph(gm.graph, context, collectives, segments, 0, part) if segments else None,

@@ -201,7 +201,11 @@ def _seconds_of(graph: fx.Graph, context: CompileContext) -> tuple[dict[fx.Node,
 def _unpacked_bytes(graph: fx.Graph, collectives: Sequence[Collective], segments: Sequence[list[fx.Node]]) -> list[int]:
     """In each segment, the memory of parameters that are computed from what was gathered."""
     sent = {buffer for each in collectives for buffer in each.buffers}
-    unpacked = [each for each in lifetimes(graph) if each.node not in sent and not marked_buffer(each.node).carried]
+    unpacked = [
+        each
+        for each in lifetimes(graph, bases_of(graph))
+        if each.node not in sent and not marked_buffer(each.node).carried
+    ]
     order = order_of(graph)
     return [
         sum(

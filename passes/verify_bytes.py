@@ -25,7 +25,7 @@ from .context import (
     marked_buffer,
 )
 from .edit import value_of
-from .memory import peak_of
+from .memory import GraphMemory
 from .moves import moved_parameters
 from .overlap import largest_first
 from .sink import is_store
@@ -128,8 +128,12 @@ def check_memory(graph: fx.Graph, context: CompileContext) -> None:
     budget = context.memory_budget
     if budget is None:
         return
+    assert context.part is not None
     slots = pooled_bytes(context.slots.values(), context.turns)
-    peaks = [peak_of(graph, context), *(summary.peak for summary in context.summaries.values())]
+    peaks = [
+        GraphMemory(graph, context, context.part).peak(),
+        *(summary.peak for summary in context.summaries.values()),
+    ]
     taken = context.standing_bytes + slots + max(peak.nbytes for peak in peaks)
     if taken > budget:
         fail(

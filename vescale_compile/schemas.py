@@ -41,7 +41,9 @@ _UNDECLARED_VIEWS = frozenset(
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node only gives another shape to memory it does not read."""
-    return viewed(node) is not None and not written_by(node)
+    if not isinstance(node.target, OpOverload):
+        return node.target is getitem
+    return _returns_an_argument(node.target) and not _writes(node.target)
 
 
 def viewed(node: fx.Node) -> fx.Node | None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import vescale_compile as vc
 from vescale_compile.passes.context import Lowering, Part
-from vescale_compile.passes.memory import peak_of
+from vescale_compile.passes.memory import GraphMemory
 from vescale_compile.passes.summary import Peak
 
 VALUE = 4 * WORLD * S  # bytes of each value; of a shard half as many
@@ -27,7 +27,7 @@ def test_a_value_that_meets_a_product_of_itself_is_memory_unless_it_is_computed_
     first = graph.call(aten.mm.default, graph.call(aten.mul.Tensor, stream, 2), graph.shards[1])
     second = graph.call(aten.mm.default, first, graph.shards[1])
     graph.graph.output((graph.call(aten.add.Tensor, stream, second),))
-    peak = peak_of(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR))
+    peak = GraphMemory(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR), Part.FORWARD).peak()
     inputs = VALUE // 2 * 2 + VALUE  # two shards, which no collective takes here, and the slot, which nothing does
     assert peak.nbytes == inputs + taken * VALUE
 
@@ -38,7 +38,7 @@ def test_a_value_that_is_read_before_and_behind_a_product_of_something_else_is_n
     value = graph.call(aten.add.Tensor, graph.call(aten.mm.default, *graph.shards), 1)
     first = graph.call(aten.mm.default, graph.shards[0], graph.shards[1])
     graph.graph.output((graph.call(aten.mul.Tensor, value, 2), first, graph.call(aten.mul.Tensor, value, 3)))
-    peak = peak_of(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR))
+    peak = GraphMemory(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR), Part.FORWARD).peak()
     assert peak.nbytes == VALUE // 2 * 2 + VALUE + 3 * VALUE  # the three results
 
 
@@ -54,7 +54,7 @@ def peak_of_a_backward(*donated: str) -> Peak:
         value.meta["val"] = torch.empty(LARGE // 4)
     graph.graph.output((graph.call(aten.mm.default, value, graph.shards[0]),))
     chain = replace(context(Part.BACKWARD), lowering=Lowering.INDUCTOR, donated=frozenset(donated))
-    return peak_of(graph.graph, chain)
+    return GraphMemory(graph.graph, chain, Part.BACKWARD).peak()
 
 
 def test_a_kernel_reads_what_it_begins_with_while_it_stores_what_it_ends_with():
