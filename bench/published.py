@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import vescale_compile as vc
 from vescale_compile.cost import PRESETS
-from vescale_compile.simulate_command import Row, read_budget
+from vescale_compile.simulate_command import Budget, Row, read_budget
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-70b": {
@@ -69,9 +69,7 @@ def main() -> int:
     return 0
 
 
-def predicted(
-    name: str, world_size: int, cluster: str, seq: int, layers: int | None, budget: int | None = None
-) -> Cell:
+def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | None, budget: Budget = None) -> Cell:
     """The step of a rank, in as many bytes as ``budget``, if there is one."""
     tokens = torch.empty(1, seq, dtype=torch.int64, device="meta")
     start = time.perf_counter()

@@ -192,6 +192,8 @@ class CompileContext:
         lowering: what will run the graphs.
         cluster: what the cost model predicts for.
         wanted_cluster: how the user named it, on all ranks alike; what ranks find there may differ.
+        wanted_budget: the budget that was asked for, as text.
+        state_bytes: what an optimizer with two states for each trained parameter keeps on a rank.
         memory_budget: bytes that a step may take on a rank, without optimizer states. None: time is weighed against
             memory, from what gathering and reducing one unit ahead takes.
         float32_products: whether matrix products of half precision can be had as the float32 that they are summed up
@@ -226,6 +228,8 @@ class CompileContext:
     cluster: Cluster
     wanted_cluster: str
     memory_budget: int | None
+    wanted_budget: str
+    state_bytes: int
     float32_products: bool
     beside: Beside
     decide: Callable[[str, str], str]
@@ -259,8 +263,7 @@ class CompileContext:
     @property
     def options(self) -> str:
         """Those that schedules depend on, as text: ranks that compile alike have the same."""
-        budget = "None" if self.memory_budget is None else f"{self.memory_budget} bytes"
-        return f"lowering={self.lowering.value}, memory_budget={budget}, cluster={self.wanted_cluster}"
+        return f"lowering={self.lowering.value}, memory_budget={self.wanted_budget}, cluster={self.wanted_cluster}"
 
     @property
     def standing_bytes(self) -> int:

@@ -117,9 +117,9 @@ def _schedule(
 
 
 def _device_leaves(context: CompileContext) -> float:
-    """Bytes that a step may take on a device beside the states of an optimizer that has two of each parameter."""
+    """Bytes that a step may take on a device beside an optimizer's states."""
     capacity = context.cluster.device.memory_bytes
-    return math.inf if capacity is None else _OURS * capacity - 2 * (context.shard_bytes + context.beside.shards)
+    return math.inf if capacity is None else _OURS * capacity - context.state_bytes
 
 
 def _refuse(tasks: TaskGraph, planned: int, context: CompileContext) -> None:

@@ -125,6 +125,12 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int, checkpointed: b
     )
 
 
+def trained_bytes(read: Sequence[DBuffer]) -> int:
+    """Of the shards with parameters that train, in the models that these buffers are of, on this rank."""
+    buffers = set(itertools.chain.from_iterable(model.buffers for model in _models_of(read)))
+    return sum(buffer.shard.nbytes for buffer in buffers if buffer.trains)
+
+
 def kept_beside(forward: Forward) -> int:
     """Bytes that other forwards of its models have left and still keep."""
     return sum(each.left for each in _forwards_of(_models_of(forward.buffers)) if each is not forward)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vescale_compile.quantities import bytes_in, in_columns, least_text, size_text, time_text
+from vescale_compile.quantities import bytes_in, in_columns, least_text, share_in, size_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,14 @@ def test_so_are_seconds(seconds: float, text: str) -> None:
 @pytest.mark.parametrize("nbytes", [0, 7, 999, 1001, 123_456_789, 10**12 + 1])
 def test_a_budget_of_the_text_has_room_for_the_bytes(nbytes: int) -> None:
     assert nbytes <= bytes_in(least_text(nbytes)) <= 1.1 * nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("90%", 0.9), (" 12.5 % ", 0.125), ("100%", 1.0), ("100.1%", None), ("0%", None), ("-5%", None), ("90", None)],
+)
+def test_a_share_is_some_percent_of_all_or_none(text: str, share: float | None) -> None:
+    assert share_in(text) == share
 
 
 def test_names_stand_to_the_left_and_figures_to_the_right() -> None:

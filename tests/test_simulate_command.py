@@ -6,8 +6,6 @@ import re
 import pytest
 
 from vescale_compile.__main__ import main
-from vescale_compile.options import Options
-from vescale_compile.quantities import least_text
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -125,10 +123,14 @@ def test_the_command_says_which_step_lacks_memory_of_the_device(capsys):
     assert out.count("more than a device has: the step would not run") == 1
 
 
-@pytest.mark.parametrize("nbytes", [999, 1000, 1001, 999_999, 12_340_000_001, 7_000_000_000_000])
-def test_the_least_size_is_never_rounded_down(nbytes):
-    budget = Options(memory_budget=least_text(nbytes)).budget_bytes
-    assert budget is not None and nbytes <= budget <= 1.05 * nbytes + 100
+@pytest.mark.parametrize("model", ["llama-3-70b", "tiny"])
+def test_a_budget_may_be_a_share_of_the_devices_memory_with_the_optimizers_states(capsys, model):
+    where = ("--model", model, "--world", "64", "--cluster", "h100", "--seq", "64", "--budget", "90%")
+    status, out, _ = command(capsys, "simulate", *where)
+    assert status == 0 and " 90% " in out
+    _, out, _ = command(capsys, "simulate", *where, "--json")
+    (row,) = json.loads(out)["budgets"]
+    assert row["peak"] <= 72e9
 
 
 def test_without_a_budget_the_command_says_that_the_device_is_too_small(capsys):

@@ -271,6 +271,38 @@ def test_a_budget_that_nothing_fits_in_is_an_error_of_the_graph():
     assert not dist.is_initialized()
 
 
+class Adapted(nn.Module):
+    """Of whose parameters a few train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.layers[1:].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def test_a_budget_may_be_a_share_of_the_devices_memory_less_two_states_of_what_trains():
+    with torch.device("meta"):
+        model = Adapted()
+    budgeted = functools.partial(vc.simulate, model, torch.empty(2, 64, device="meta"), world_size=8)
+    states = 2 * 4 * 64 * 64 // 8
+    for nbytes in (200_000, 100_000):
+        cluster = replace(AT_ONCE, device=replace(AT_ONCE.device, memory_bytes=nbytes))
+        expected = budgeted(cluster=cluster, memory_budget=nbytes // 2 - states)
+        assert budgeted(cluster=cluster, memory_budget="50%") == expected
+    with pytest.raises(GraphError, match=r"\[rank 0\] .*memory_budget='1%': that is 1.0 kB, .* alone take 4.1 kB"):
+        budgeted(cluster=cluster, memory_budget="1%")
+
+
+def test_a_share_of_memory_that_nobody_knows_is_an_error():
+    with pytest.raises(GraphError, match=r"\[rank 0\] .*memory_budget='90%': how much memory 'cpu' has .* give bytes"):
+        simulated(cluster=cluster_for(None, torch.device("cpu"), 8), memory_budget="90%")
+
+
 def test_a_fake_group_of_another_size_is_refused():
     with fake_world(4), pytest.raises(RuntimeError, match=r"in a fake process group of 4 ranks.* a fake one of 8"):
         simulated()

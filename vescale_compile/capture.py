@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .cost import Cluster
 from .hardware import cluster_for
 from .options import Options
 from .passes.context import ON_SHARDS, CompileContext, GraphError, GraphUnit, Lowering, ParamInput
@@ -19,11 +20,13 @@ from .runtime.boundary import Binding, binding_of, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.decisions import Trial, first_decides
 from .runtime.marker import unshard_param
-from .runtime.model import Model, beside
+from .runtime.model import Model, beside, trained_bytes
 from .runtime.ops import gives_float32_products
 from .runtime.unshard import ParamView
 from .torch_internals.autograd import in_backward, saves_elsewhere
 from .torch_internals.tracing import copy_capture_marks, ends_in_graph_break, graph_module, is_shape, tracing_fake_mode
+
+_STATES = 2  # of a parameter, in the optimizers that most models are trained with
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
 
     Raises:
         ValueError: the cluster of ``options`` can't be read on this rank, or is of another number of ranks.
+        GraphError: the budget is a share of memory that is not known, or that optimizer states fill.
     """
     bindings = _bindings(gm, example_inputs)
     positions = _by_buffer(gm, bindings)
@@ -122,12 +126,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
     largest = max((buffer.mesh for buffer in positions), key=DeviceMesh.size)
     decide = first_decides(largest) if trial is None else trial.first_decides(largest)
     cluster = cluster_for(options.cluster, shard.device, max(unit.graph.comm.world_size for unit in units))
+    state_bytes = _STATES * trained_bytes(tuple(positions))
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
         cluster=cluster,
         wanted_cluster=repr(options.cluster),
-        memory_budget=options.budget_bytes,
+        memory_budget=_budget(options, cluster, state_bytes),
+        wanted_budget=options.budget_text,
+        state_bytes=state_bytes,
         # Of what is only simulated, the device that it is simulated for says so.
         float32_products=(is_shape(shard) and cluster.device.float32_products) or gives_float32_products(shard.device),
         beside=beside(
@@ -147,6 +154,13 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
         buffers=tuple(positions),
         others=tuple(i for i in range(len(example_inputs)) if i not in bindings),
     )
+
+
+def _budget(options: Options, cluster: Cluster, state_bytes: int) -> int | None:
+    try:
+        return options.budget_on(cluster.device, state_bytes)
+    except ValueError as error:
+        raise GraphError(f"[rank {dist.get_rank()}] {error}") from None
 
 
 def given_bytes(args: Sequence[Any]) -> int:

@@ -38,7 +38,7 @@ collectives do nothing. vescale_compile.explain does the same for your model whe
         metavar="N",
         help="of the model, each sharded over --world / N ranks (1)",
     )
-    where.add_argument("--budget", metavar="SIZE", help="memory_budget of the step, such as 400MB")
+    where.add_argument("--budget", metavar="SIZE", help="memory_budget of the step, such as 400MB, or 90%% of a GPU's")
     add_step_arguments(parser)
 
 

@@ -89,7 +89,13 @@ def _guess(device: torch.device, ranks: int) -> Cluster:
     if known is None:
         _warn_unknown(name)
     guess = PRESETS[known or _UNKNOWN_GPU](ranks)
-    return replace(guess, ranks_per_node=_ranks_per_node() or guess.ranks_per_node)
+    # Some boards come with several sizes of memory.
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return replace(
+        guess,
+        device=replace(guess.device, memory_bytes=memory),
+        ranks_per_node=_ranks_per_node() or guess.ranks_per_node,
+    )
 
 
 def _preset_of(name: str) -> str | None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .cost import Cluster
-from .quantities import bytes_in
+from .cost import Cluster, Device
+from .quantities import bytes_in, share_in, size_text
 from .runtime.agreement import DEADLINE_S
 
 LOWERINGS = ("inductor", "eager")
@@ -25,14 +25,15 @@ class Options:
         lowering: ``"inductor"`` generates code; ``"eager"`` runs the graphs' operators one by one, for
             debugging and for bit-exact comparison with ``backend="aot_eager"``.
         deadline: seconds that a rank waits for the others' word that they compiled the same collectives.
-        memory_budget: bytes that a step may take on a rank, optimizer states apart: a number, or text such as
-            ``"40GB"``. What it leaves is used to keep units for the backward that would be gathered again, and to
-            launch ahead; where batches differ in size, the first decides what is kept. Compiling raises GraphError
-            where no schedule fits beside the shards of all units. Where several forwards wait for their backwards (of
-            graph breaks, of layers compiled one by one, of several calls), what they keep is known only when they have
-            run: only the last graph of a step uses what they leave, and a warning says where they leave too little.
-            None: what it takes to gather and to reduce one unit ahead, or more where that saves more of the time than
-            it takes of the memory.
+        memory_budget: bytes that a step may take on a rank, optimizer states apart: a number, text such as ``"40GB"``,
+            or a share of the GPU's memory such as ``"90%"``, of which two states for each trained parameter are left
+            out. What it leaves is used to keep units for the backward that would be gathered again, and to launch
+            ahead; where batches differ in size, the first decides what is kept. Compiling raises GraphError where no
+            schedule fits beside the shards of all units, or where that memory is not known. Where several
+            forwards wait for their backwards (of graph breaks, of layers compiled one by one, of several calls), what
+            they keep is known only when they have run: only the last graph of a step uses what they leave, and a
+            warning says where they leave too little. None: what it takes to gather and to reduce one unit ahead, or
+            more where that saves more of the time than it takes of the memory.
         cluster: what schedules are made for: a :class:`vescale_compile.cost.Cluster`, the name of a preset
             (``"h100"``), or the path of a calibration file. None: what this machine seems to be.
         registered_memory: slots are memory that the process group has registered with its network (NCCL). Compiling
@@ -54,20 +55,47 @@ class Options:
             )
         if not isinstance(self.cluster, str | Cluster | None):
             raise ValueError(f"vescale option cluster={self.cluster!r}: give a Cluster, a preset's name or a file")
-        _ = self.budget_bytes
+        if self.memory_budget is not None and self._share is None and not self._bytes:
+            raise ValueError(
+                f"vescale option memory_budget={self.memory_budget!r}: give bytes, or a text such as '40GB' or '90%'"
+            )
         if not isinstance(self.registered_memory, bool):
             raise ValueError(f"vescale option registered_memory={self.registered_memory!r}: give True or False")
 
     @property
-    def budget_bytes(self) -> int | None:
-        """The memory budget in bytes."""
+    def budget_text(self) -> str:
+        """The memory budget, equal on ranks that mean the same, whatever their devices have."""
+        return str(self.memory_budget) if self._bytes is None else f"{self._bytes} bytes"
+
+    def budget_on(self, device: Device, state_bytes: int) -> int | None:
+        """The memory budget in bytes, on a device that holds an optimizer's states besides.
+
+        Raises:
+            ValueError: it is a share of memory that nobody knows, or that the states alone fill.
+        """
+        if self._share is None:
+            return self._bytes
+        told = f"vescale option memory_budget={self.memory_budget!r}"
+        if device.memory_bytes is None:
+            raise ValueError(f"{told}: how much memory {device.name!r} has for it is not known; give bytes")
+        share = int(self._share * device.memory_bytes)
+        if share <= state_bytes:
+            raise ValueError(
+                f"{told}: that is {size_text(share)}, and the states of an optimizer with two for each parameter alone "
+                f"take {size_text(state_bytes)}. More ranks to shard over have less each; or give bytes"
+            )
+        return share - state_bytes
+
+    @property
+    def _share(self) -> float | None:
+        return share_in(self.memory_budget) if isinstance(self.memory_budget, str) else None
+
+    @property
+    def _bytes(self) -> int | None:
         given = self.memory_budget
-        if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
-            return given
-        nbytes = bytes_in(given) if isinstance(given, str) else 0
-        if nbytes == 0:
-            raise ValueError(f"vescale option memory_budget={given!r}: give bytes, or a text such as '40GB'")
-        return nbytes
+        if isinstance(given, str):
+            return bytes_in(given) or None
+        return given if type(given) is int and given > 0 else None
 
 
 def read_options(given: Mapping[str, Any] | None) -> Options:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", re.IGNORECASE | re.ASCII)
 
 
@@ -33,6 +34,13 @@ def bytes_in(text: str) -> int:
     """Bytes from a text such as ``"40GB"`` or ``"40000000000"``; 0 if it is none."""
     match = _SIZE.fullmatch(text)
     return 0 if match is None else int(Decimal(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+
+
+def share_in(text: str) -> float | None:
+    """A share from a text such as ``"90%"``; None if it is none, or nothing, or more than all."""
+    match = _SHARE.fullmatch(text)
+    share = 0.0 if match is None else float(Decimal(match[1]) / 100)
+    return share if 0 < share <= 1 else None
 
 
 def time_text(seconds: float) -> str:

@@ -21,10 +21,11 @@ from vescale_compile import module_shapes
 from vescale_compile.cost import OPTIMIZERS, PRESETS, Cluster, OptimizerCost
 from vescale_compile.examples.llama import SIZES, Llama
 from vescale_compile.hardware import cluster_for
+from vescale_compile.options import Options
 from vescale_compile.passes.context import GraphError
 from vescale_compile.planner.models import PUBLISHED, published
 from vescale_compile.published_graphs import ASSUMPTIONS, published_graph
-from vescale_compile.quantities import bytes_in, in_columns, least_text, positive, size_text, time_text
+from vescale_compile.quantities import bytes_in, in_columns, least_text, positive, share_in, size_text, time_text
 from vescale_compile.schedule import BudgetError, Scheduled, TaskGraph, find_schedule, lean_schedule, lower_bound
 from vescale_compile.sharding import fully_shard
 from vescale_compile.simulation import Simulation, simulate
@@ -33,13 +34,17 @@ _POLICIES = {"bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "fp32"
 _MASTER_BYTES = 4  # of a published model's sharded parameter
 
 
+Budget = int | str | None
+"""Bytes, a share of the device's memory, or what the compiler takes of itself."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A prediction of one number of replicas, under one memory budget. Times in seconds, memory in bytes with the
     optimizer's states."""
 
     replicas: int
-    budget: int | None
+    budget: Budget
     step: float
     least: float
     compute: float
@@ -53,7 +58,7 @@ class Row:
     """units that stay unsharded from forward to backward, where the schedule decides that"""
 
     @classmethod
-    def of(cls, found: Simulation, replicas: int, budget: int | None) -> Row:
+    def of(cls, found: Simulation, replicas: int, budget: Budget) -> Row:
         """Of a model that went through the compiler, whose report says what is kept."""
         return cls(
             replicas,
@@ -70,7 +75,7 @@ class Row:
         )
 
 
-Predicted = Callable[[int, int | None], Row]
+Predicted = Callable[[int, Budget], Row]
 """Of a number of replicas and a budget."""
 
 
@@ -100,8 +105,9 @@ it, at the roofline of the device; no activation checkpointing but the model's o
         "--budget",
         nargs="+",
         metavar="SIZE",
-        help="memory of a rank, optimizer states apart, such as 40GB; several for a table (published models: what the "
-        "device has; others: what gathering and reducing one unit ahead takes)",
+        help="memory of a rank, optimizer states apart, such as 40GB, or a share of a GPU's with two states for each "
+        "parameter, such as 90%%; several for a table (published models: what the device has; others: what gathering "
+        "and reducing one unit ahead takes)",
     )
     where.add_argument(
         "--replicas",
@@ -134,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         predicted = functools.partial(_published_row if args.model in PUBLISHED else _row, args, cluster)
         rows, refusals = _rows(predicted, args.replicas, budgets)
     except ValueError as error:
-        print(f"simulate: {error}", file=sys.stderr)
+        print(f"simulate: {in_options(error)}", file=sys.stderr)
         return 2
     for refusal in refusals:
         print(f"simulate: {refusal}", file=sys.stderr)
@@ -150,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(refusals))
 
 
-def _rows(predicted: Predicted, replicas: Sequence[int], budgets: Sequence[int | None]) -> tuple[list[Row], list[str]]:
+def _rows(predicted: Predicted, replicas: Sequence[int], budgets: Sequence[Budget]) -> tuple[list[Row], list[str]]:
     """The rows of those in which a step fits, and why none does in the others."""
     rows: list[Row] = []
     refusals: list[str] = []
@@ -172,14 +178,15 @@ def _check(args: argparse.Namespace) -> None:
             )
 
 
-def _published_row(args: argparse.Namespace, cluster: Cluster, replicas: int, budget: int | None) -> Row:
+def _published_row(args: argparse.Namespace, cluster: Cluster, replicas: int, budget: Budget) -> Row:
     shards, tokens = cluster.of(_shards(args.world, replicas)), args.batch * args.seq
     graph = published_graph(args.model, shards, tokens, sequence=args.seq, replicas=replicas)
     optimizer, master = OPTIMIZERS["adamw"], _MASTER_BYTES * published(args.model).numel // shards.ranks
     seconds, states = optimizer.seconds(master, cluster.device), optimizer.state_bytes(master)
     # The graph counts the optimizer's states, which no budget does: without one there is what a device has.
-    whole = cluster.device.memory_bytes if budget is None else budget + states
-    found = _published_schedule(graph, whole, budget, states)
+    allowed = Options(memory_budget=budget).budget_on(cluster.device, states)
+    whole = cluster.device.memory_bytes if allowed is None else allowed + states
+    found = _published_schedule(graph, whole, allowed, states)
     timeline = found.timeline
     return Row(
         replicas,
@@ -211,7 +218,7 @@ def _published_schedule(graph: TaskGraph, whole: int | None, budget: int | None,
         raise BudgetError(told, least) from error
 
 
-def _row(args: argparse.Namespace, cluster: Cluster, replicas: int, budget: int | None) -> Row:
+def _row(args: argparse.Namespace, cluster: Cluster, replicas: int, budget: Budget) -> Row:
     return Row.of(simulated(args, cluster, replicas, budget, OPTIMIZERS[args.optim or "adamw"]), replicas, budget)
 
 
@@ -219,7 +226,7 @@ def simulated(
     args: argparse.Namespace,
     cluster: Cluster,
     replicas: int,
-    budget: int | None,
+    budget: Budget,
     optimizer: OptimizerCost = OPTIMIZERS["adamw"],
 ) -> Simulation:
     """The training step of a model that is not a published one's shapes."""
@@ -262,7 +269,7 @@ def _print(rows: Sequence[Row]) -> None:
     cells = [
         (
             str(row.replicas),
-            "-" if row.budget is None else size_text(row.budget),
+            _budget_text(row.budget),
             *map(time_text, (row.step, row.least, row.compute, row.communication, row.exposed, row.starved)),
             size_text(row.peak),
             "-" if row.kept is None else str(row.kept),
@@ -276,13 +283,21 @@ def _print(rows: Sequence[Row]) -> None:
             print(f"{size_text(row.peak)} is {size_text(row.lacking)} more than a device has: the step would not run")
 
 
-def read_budget(text: str | None) -> int | None:
-    """Bytes of ``--budget``, if it was given."""
-    if text is not None and not bytes_in(text):
-        raise ValueError(f"--budget {text}: give bytes, or a size such as 40GB")
-    return None if text is None else bytes_in(text)
+def _budget_text(budget: Budget) -> str:
+    return "-" if budget is None else budget if isinstance(budget, str) else size_text(budget)
+
+
+def read_budget(text: str | None) -> Budget:
+    """``--budget``, if it was given, as the compiler takes it."""
+    if text is None or share_in(text) is not None:
+        return text
+    if not bytes_in(text):
+        raise ValueError(
+            f"--budget {text}: give bytes, or a size such as 40GB, or a share of a GPU's memory such as 90%"
+        )
+    return bytes_in(text)
 
 
 def in_options(error: Exception) -> str:
     """What the compiler says, of the command's option instead of its own."""
-    return str(error).replace("memory_budget", "--budget")
+    return str(error).replace("vescale option memory_budget=", "--budget ").replace("memory_budget", "--budget")

@@ -170,9 +170,10 @@ def simulate(
             predicted too.
         cluster: a :class:`vescale_compile.cost.Cluster`, the name of a preset ("h100"), or a calibration's file.
         world_size: ranks.
-        memory_budget: bytes, or text such as "40GB": what a step may take on a rank, optimizer states apart. None:
-            what gathering and reducing one unit ahead takes, or more where that saves more of the time than it takes
-            of the memory.
+        memory_budget: what a step may take on a rank, optimizer states apart: bytes, text such as "40GB", or a share of
+            the device's memory such as "90%", of which two states for each trained parameter are left out. None: what
+            gathering and reducing one unit ahead takes, or more where that saves more of the time than it takes of the
+            memory.
         shard: called with a copy of the model that only has shapes, to shard it; for example ``lambda model:
             vc.fully_shard(model, mp_policy=...)``.
         optimizer: one of ``vescale_compile.cost.OPTIMIZERS``, or another description.

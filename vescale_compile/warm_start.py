@@ -166,7 +166,8 @@ def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any])
     among = (beside.last, beside.followed) if context.memory_budget is None else beside
     names = [unit.name for unit in context.units]
     gm.__dict__["vescale_identity"] = question(
-        repr((sources(), context.cluster, among, names, sizes, symbols, checked_for_nan())), context
+        repr((sources(), context.cluster, context.state_bytes, among, names, sizes, symbols, checked_for_nan())),
+        context,
     )
 
 

@@ -46,6 +46,8 @@ def context(
         cluster=PRESETS["h100"](WORLD),
         wanted_cluster="",
         memory_budget=None,
+        wanted_budget="None",
+        state_bytes=0,
         float32_products=False,
         beside=Beside(),
         decide=lambda question, answer: answer,

@@ -26,6 +26,7 @@ def test_a_mode_is_refused():
         ({"deadline": float("nan")}, "deadline=nan: give a number"),
         ({"deadline": True}, "deadline=True: give a number"),
         ({"memory_budget": "0GB"}, "memory_budget='0GB': give bytes"),
+        ({"memory_budget": "101%"}, "memory_budget='101%': give bytes, or a text such as '40GB' or '90%'"),
     ],
 )
 def test_an_impossible_option_is_refused(options, problem):

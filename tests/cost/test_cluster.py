@@ -5,6 +5,7 @@ import dataclasses
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from vescale_compile.cost import (
 )
 from vescale_compile.hardware import cluster_for
 
+H100_BYTES = DEVICES["h100"].memory_bytes
 NVLINK = Link("NVLink", 450e9, 1e-6)
 
 
@@ -171,6 +173,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Four GPUs on this host, and no launcher that says anything."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=H100_BYTES))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     return monkeypatch
 
@@ -225,6 +228,12 @@ def test_a_node_is_taken_to_have_a_rank_for_each_gpu(gpus: pytest.MonkeyPatch, r
 def test_a_launcher_knows_the_ranks_of_a_node(gpus: pytest.MonkeyPatch, launched: str, nodes: int) -> None:
     gpus.setenv("LOCAL_WORLD_SIZE", launched)
     assert cluster_for(None, torch.device("cuda"), 12).nodes == nodes
+
+
+def test_a_gpu_has_the_memory_that_it_says(gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=40 << 30))
+    assert cluster_for(None, torch.device("cuda"), 8).device.memory_bytes == 40 << 30
 
 
 def test_a_gpu_alone_in_sight_says_nothing_of_its_node(gpus: pytest.MonkeyPatch) -> None:
