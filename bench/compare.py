@@ -48,7 +48,7 @@ TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2}
 
 
 def main() -> int:
-    """Measures, prints the report and writes the files asked for."""
+    """Measures what the command line asks for, and reports it."""
     args = _arguments()
     end_as_interrupted()
     if args.wire is not None and (missing := wire.what_is_missing()) is not None:
@@ -72,6 +72,11 @@ def main() -> int:
             args.cold_starts,
         )
         results = measure(contenders, workload, plan, lambda line: print(line, file=sys.stderr, flush=True))
+    return _report(results, workload, plan, args)
+
+
+def _report(results: list[Result], workload: Workload, plan: Plan, args: argparse.Namespace) -> int:
+    """Prints the tables and whether all computed the same, and writes the files asked for; 1 if anything failed."""
     setting = _setting(workload, plan)
     print(f"{setting}\n\n{tables(results)}")
     tolerance = args.tolerance if args.tolerance is not None else TOLERANCES[args.dtype]
