@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -108,8 +109,11 @@ class ShardedModule(nn.Module):
         finally:
             in_forward.running = was_running
             if not compiling and isinstance(self, nn.RNNBase):
-                # It keeps what it found at its attributes, which would be the gathered unit until its next forward.
-                self._flat_weights = [self._parameters.get(name) for name in self._flat_weights_names]
+                # It keeps what it found at its attributes, which would be the gathered unit until its next forward; by
+                # what it refers to it sees there, in the same forward of the model maybe, that it is to look again.
+                shards = [self._parameters.get(name) for name in self._flat_weights_names]
+                self._flat_weights = shards
+                self._flat_weight_refs = [None if shard is None else weakref.ref(shard) for shard in shards]
 
     def _vescale_outermost(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward that is in no other's."""

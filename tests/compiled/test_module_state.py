@@ -186,6 +186,22 @@ def test_a_recurrent_network_keeps_no_gathered_parameters_after_its_forward():
         assert all(kept is param for kept, param in zip(model._flat_weights, model.parameters(), strict=True))
 
 
+class CallsTwice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = torch.nn.GRU(4, 4)
+
+    def forward(self, x):
+        return self.recurrent(self.recurrent(x)[0])[0]
+
+
+@on_ranks(2)
+def test_a_recurrent_network_may_run_twice_in_one_forward():
+    model, reference = vc.fully_shard(models.build(CallsTwice)), models.build(CallsTwice)
+    for _ in range(2):
+        assert torch.equal(model(torch.ones(3, 2, 4)), reference(torch.ones(3, 2, 4)))
+
+
 @on_ranks(2)
 def test_a_copy_leaves_no_compiled_code_that_ran_for_the_original_alone():
     torch._dynamo.reset()
