@@ -65,7 +65,9 @@ class Options:
     @property
     def budget_text(self) -> str:
         """The memory budget, equal on ranks that mean the same, whatever their devices have."""
-        return str(self.memory_budget) if self._bytes is None else f"{self._bytes} bytes"
+        if self._share is not None:
+            return f"{100 * self._share:g}%"
+        return "None" if self._bytes is None else f"{self._bytes} bytes"
 
     def budget_on(self, device: Device, state_bytes: int) -> int | None:
         """The memory budget in bytes, on a device that holds an optimizer's states besides.
