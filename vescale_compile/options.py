@@ -29,11 +29,11 @@ class Options:
             or a share of the GPU's memory such as ``"90%"``, of which two states for each trained parameter are left
             out. What it leaves is used to keep units for the backward that would be gathered again, and to launch
             ahead; where batches differ in size, the first decides what is kept. Compiling raises GraphError where no
-            schedule fits beside the shards of all units, or where that memory is not known. Where several
-            forwards wait for their backwards (of graph breaks, of layers compiled one by one, of several calls), what
-            they keep is known only when they have run: only the last graph of a step uses what they leave, and a
-            warning says where they leave too little. None: what it takes to gather and to reduce one unit ahead, or
-            more where that saves more of the time than it takes of the memory.
+            schedule fits beside the shards of all units, or where that memory is not known. Where several forwards
+            wait for their backwards (of graph breaks, of layers compiled one by one, of several calls), what they keep
+            is known only when they have run: only the last graph of a step uses what they leave, and a warning says
+            where they leave too little. None: what it takes to gather and to reduce one unit ahead, or more where that
+            saves more of the time than it takes of the memory.
         cluster: what schedules are made for: a :class:`vescale_compile.cost.Cluster`, the name of a preset
             (``"h100"``), or the path of a calibration file. None: what this machine seems to be.
         registered_memory: slots are memory that the process group has registered with its network (NCCL). Compiling
