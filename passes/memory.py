@@ -35,11 +35,12 @@ class GraphMemory:
     is found once.
 
     Attributes:
+        graph: whose memory it is.
         bases: the node that made the memory of each node's result.
     """
 
     def __init__(self, graph: fx.Graph, context: CompileContext, part: Part) -> None:
-        self._graph, self._context, self._part = graph, context, part
+        self.graph, self._context, self._part = graph, context, part
         self.bases = bases_of(graph)
         values = dict.fromkeys(self.bases.values())
         self._held = {node for node in values if _is_memory(node, context)}
@@ -52,7 +53,7 @@ class GraphMemory:
     def peak(self, without: Collection[fx.Node] = ()) -> Peak:
         """The graph's fullest moment, ``without`` counting what will lie in slots."""
         spans = self._spans(without)
-        levels = _levels(self._graph, spans)
+        levels = _levels(self.graph, spans)
         at = levels.index(max(levels))
         held = [node for node, (first, last) in spans.items() if first <= at <= last]
         kinds: Counter[str] = Counter()
@@ -60,22 +61,22 @@ class GraphMemory:
             kinds[_kind(node)] += nbytes_of(node)
         named = heapq.nlargest(_NAMED, held, key=nbytes_of)
         largest = tuple((_name(node, self._context), nbytes_of(node)) for node in named)
-        fullest = list(self._graph.nodes)[at]
+        fullest = list(self.graph.nodes)[at]
         return Peak(fullest.name, kinds["parameters"], kinds["gradients"], kinds["activations"], largest)
 
     def live_bytes(self, without: Collection[fx.Node]) -> list[int]:
         """What is live while each node runs, ``without`` what will lie in slots."""
-        return _levels(self._graph, self._spans(without))
+        return _levels(self.graph, self._spans(without))
 
     def _spans(self, without: Collection[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
         """The first and the last place in the graph's order at which what a node makes is in memory. The forward's
         inputs are its caller's and stay; the backward frees what it was given after its last use."""
-        order = order_of(self._graph)
-        lasts = _last_uses(self._graph, self.bases, order)
+        order = order_of(self.graph)
+        lasts = _last_uses(self.graph, self.bases, order)
         if self._part is not Part.BACKWARD:
             lasts.update((node, len(order)) for node in lasts if node.op == "placeholder")
         held = self._held | self._outlasting(lasts)
-        lasts = _last_reads(self._graph, self._context, held, self.bases, lasts)
+        lasts = _last_reads(self.graph, self._context, held, self.bases, lasts)
         return {node: (order[node], last) for node, last in lasts.items() if node in held and node not in without}
 
     def _outlasting(self, lasts: dict[fx.Node, int]) -> set[fx.Node]:

@@ -55,17 +55,17 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     memory = GraphMemory(gm.graph, context, context.part)
     others = [need for part, need in context.needs.items() if part is not context.part]
     # Slots are there all the time, so what they may take is what the fullest moment of the step leaves.
-    fullest = max([_taken(gm.graph, memory)[1], *(other.peak for other in others)])
+    fullest = max([_taken(memory)[1], *(other.peak for other in others)])
     apart = context.standing_bytes + fullest
     tasks = task_graph(gm.graph, context, collectives, segments, apart, context.part)
-    found = _schedule(tasks, gm.graph, memory, context, collectives, segments, others, apart)
+    found = _schedule(tasks, memory, context, collectives, segments, others, apart)
     schedule, timeline = agreed_schedule(found.schedule, tasks, collectives, context), found.timeline
     if schedule != found.schedule:
         _move(gm.graph, schedule, collectives, segments)
         _place_carried(gm.graph)
         timeline = simulate(tasks, schedule)
     context.predictions[context.part] = predict(tasks, timeline, *_bounds(tasks, collectives))
-    context.needs[context.part] = Need(*_taken(gm.graph, memory), least_peak(tasks) + room_ahead(tasks))
+    context.needs[context.part] = Need(*_taken(memory), least_peak(tasks) + room_ahead(tasks))
 
 
 def _bounds(tasks: TaskGraph, collectives: Sequence[Collective]) -> tuple[Bound, Bound]:
@@ -79,7 +79,6 @@ def _bounds(tasks: TaskGraph, collectives: Sequence[Collective]) -> tuple[Bound,
 
 def _schedule(
     tasks: TaskGraph,
-    graph: fx.Graph,
     memory: GraphMemory,
     context: CompileContext,
     collectives: Sequence[Collective],
@@ -95,9 +94,9 @@ def _schedule(
     budget = context.room(max([least + room_ahead(tasks), *(other.allowance for other in others)]), apart)
 
     def planned_with(found: Scheduled) -> int:
-        _move(graph, found.schedule, collectives, segments)
-        _place_carried(graph)
-        return _planned_bytes(graph, memory, context, others)
+        _move(memory.graph, found.schedule, collectives, segments)
+        _place_carried(memory.graph)
+        return _planned_bytes(memory, context, others)
 
     fitting = Fitting(tasks, budget, least, planned_with)
     if context.memory_budget is None:
@@ -155,17 +154,17 @@ def _place_carried(graph: fx.Graph) -> None:
             buffer.append(node)
 
 
-def _planned_bytes(graph: fx.Graph, memory: GraphMemory, context: CompileContext, others: Sequence[Need]) -> int:
+def _planned_bytes(memory: GraphMemory, context: CompileContext, others: Sequence[Need]) -> int:
     """What a step will take: slots of its graphs, the fullest moment of any, and what there is all the time."""
-    slots, peak = _taken(graph, memory)
+    slots, peak = _taken(memory)
     pooled = pooled_bytes([*(other.slots for other in others), slots])
     fullest = max([peak, *(other.peak for other in others)])
     return context.standing_bytes + pooled + fullest
 
 
-def _taken(graph: fx.Graph, memory: GraphMemory) -> tuple[tuple[SlotSpec, ...], int]:
+def _taken(memory: GraphMemory) -> tuple[tuple[SlotSpec, ...], int]:
     """The graph's slots, and the bytes of its fullest moment outside them."""
-    buffers = lifetimes(graph, memory.bases)
+    buffers = lifetimes(memory.graph, memory.bases)
     return slots_for(buffers), memory.peak({buffer.node for buffer in buffers}).nbytes
 
 

@@ -125,7 +125,7 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int, checkpointed: b
     )
 
 
-def trained_bytes(read: Sequence[DBuffer]) -> int:
+def trained_bytes(read: Iterable[DBuffer]) -> int:
     """Of the shards with parameters that train, in the models that these buffers are of, on this rank."""
     buffers = set(itertools.chain.from_iterable(model.buffers for model in _models_of(read)))
     return sum(buffer.shard.nbytes for buffer in buffers if buffer.trains)

@@ -6,6 +6,9 @@ import re
 import pytest
 
 from vescale_compile.__main__ import main
+from vescale_compile.cost import DEVICES
+from vescale_compile.options import Options
+from vescale_compile.quantities import least_text
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -121,6 +124,12 @@ def test_the_command_says_which_step_lacks_memory_of_the_device(capsys):
     where = ("--model", "tiny", "--world", "8", "--batch", "100000", "--cluster", "h100")
     _, out, _ = command(capsys, "simulate", *where)
     assert out.count("more than a device has: the step would not run") == 1
+
+
+@pytest.mark.parametrize("nbytes", [999, 1000, 1001, 999_999, 12_340_000_001, 7_000_000_000_000])
+def test_the_least_size_is_never_rounded_down(nbytes):
+    budget = Options(memory_budget=least_text(nbytes)).budget_on(DEVICES["h100"], 0)
+    assert budget is not None and nbytes <= budget <= 1.05 * nbytes + 100
 
 
 @pytest.mark.parametrize("model", ["llama-3-70b", "tiny"])

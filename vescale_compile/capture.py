@@ -126,7 +126,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
     largest = max((buffer.mesh for buffer in positions), key=DeviceMesh.size)
     decide = first_decides(largest) if trial is None else trial.first_decides(largest)
     cluster = cluster_for(options.cluster, shard.device, max(unit.graph.comm.world_size for unit in units))
-    state_bytes = _STATES * trained_bytes(tuple(positions))
+    state_bytes = _STATES * trained_bytes(positions)
     context = CompileContext(
         rank=dist.get_rank(),
         lowering=Lowering(options.lowering),
