@@ -8,6 +8,7 @@ checkpointed, one sequence a rank. Nothing is measured but how long that takes; 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from options import check_folder, count, some_of, write_record
 from report import header, row
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,16 +64,26 @@ def main() -> int:
     cells = []
     for name in args.models:
         for world_size in args.worlds:
-            cells.append(predicted(name, world_size, args.cluster, args.seq, args.layers, args.budget))
+            how = (args.cluster, args.seq, args.layers, args.budget, args.shards)
+            cells.append(predicted(name, world_size, *how))
             print(f"{name}, {world_size} GPUs: {cells[-1].compiling:.0f} s", file=sys.stderr, flush=True)
     print(table(cells))
     if args.json is not None:
-        write_record(args.json, {"cluster": args.cluster, "seq": args.seq, "cells": [asdict(cell) for cell in cells]})
+        settings = {"cluster": args.cluster, "seq": args.seq, "shards": args.shards}
+        write_record(args.json, {**settings, "cells": [asdict(cell) for cell in cells]})
     return 0
 
 
-def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | None, budget: Budget = None) -> Cell:
-    """The step of a rank, in as many bytes as ``budget``, if there is one."""
+def predicted(
+    name: str,
+    world_size: int,
+    cluster: str,
+    seq: int,
+    layers: int | None,
+    budget: Budget = None,
+    shards: int | None = None,
+) -> Cell:
+    """The step of a rank, in as many bytes as ``budget``, if there is one; ``shards`` as :func:`shard` takes it."""
     tokens = torch.empty(1, seq, dtype=torch.int64, device="meta")
     start = time.perf_counter()
     found = vc.simulate(
@@ -80,7 +93,7 @@ def predicted(name: str, world_size: int, cluster: str, seq: int, layers: int | 
         cluster=cluster,
         world_size=world_size,
         memory_budget=budget,
-        shard=shard,
+        shard=functools.partial(shard, shards=shards),
     )
     return Cell(name, world_size, Row.of(found, 1, budget), time.perf_counter() - start)
 
@@ -96,9 +109,19 @@ def build(name: str, layers: int | None, device: str = "meta") -> nn.Module:
     return model
 
 
-def shard(model: nn.Module) -> nn.Module:
-    """Gathered in bf16, reduced in fp32."""
-    return vc.fully_shard(model, mp_policy=_POLICY)
+def shard(model: nn.Module, shards: int | None = None) -> nn.Module:
+    """Gathered in bf16, reduced in fp32; all that is no expert by so many ranks, with replicas, if ``shards`` says."""
+    fully_shard = functools.partial(vc.fully_shard, mp_policy=_POLICY)
+    if shards is None:
+        return fully_shard(model)
+    replicas = dist.get_world_size() // shards
+    around = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.experts"):
+            fully_shard(module)
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=around)
+    return fully_shard(model, mesh=around)
 
 
 def table(cells: Sequence[Cell]) -> str:
@@ -131,8 +154,16 @@ def _arguments() -> argparse.Namespace:
         metavar="SIZE",
         help="memory of a rank, optimizer states apart, such as 72GB (what overlap is worth)",
     )
+    parser.add_argument(
+        "--shards",
+        type=count,
+        metavar="N",
+        help="ranks that shard what is around the experts, which all do; the others hold replicas of it (all)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
     args = parser.parse_args()
+    if unfit := [world_size for world_size in args.worlds if world_size % (args.shards or 1)]:
+        parser.error(f"--shards {args.shards}: it does not divide {unfit[0]} GPUs")
     try:
         args.budget = read_budget(args.budget)
     except ValueError as error:

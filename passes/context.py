@@ -131,6 +131,8 @@ class GraphUnit:
         accumulates: whether gradients may accumulate.
         reductions: example of the handle of its reductions, if gradients accumulate or are quantized, else None.
         block: the name of what it is a part of; "" if it is none.
+        stride: how many ranks each of those that it is sharded over comes after the one before.
+        replica_stride: the same of those that hold the same shard.
     """
 
     name: str
@@ -142,6 +144,8 @@ class GraphUnit:
     accumulates: bool = False
     reductions: Tensor | None = None
     block: str = ""
+    stride: int = 1
+    replica_stride: int = 1
 
     @property
     def inputs(self) -> tuple[tuple[str, Tensor | None], ...]:

@@ -223,18 +223,19 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     exchanges = each.launch.target is start_reduce_scatter_quantized
     # What is exchanged are codes of the gradients, from one half of the scratch to the other.
     sent, kind = (scratch // 2, ALL_TO_ALL) if exchanges else (full, each.kind)
-    comm = context.units[each.unit].comm
-    cluster = context.cluster.of(comm.world_size)
+    unit = context.units[each.unit]
+    comm = unit.comm
+    cluster = context.cluster.of(comm.world_size, stride=unit.stride)
     cost, then = averaged_over_replicas(
         collective_cost(cluster, kind, sent),
         cluster,
-        1 if each.gathers else comm.replica_count,
+        context.cluster.of(1 if each.gathers else comm.replica_count, stride=unit.replica_stride),
         full / comm.world_size,
         beside=not comm.exchanges,  # on a stream of its own, but for CPUs
     )
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(
-        f"{each.kind} of {context.units[each.unit].name}",
+        f"{each.kind} of {unit.name}",
         cost.latency,
         cost.wire_time,
         writers=() if each.gathers else touched or (0,),
@@ -252,7 +253,7 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
         then_latency=then.latency,
         then_wire_time=then.wire_time,
         merge=_merge(each, context),
-        block=context.units[each.unit].block,
+        block=unit.block,
     )
 
 

@@ -48,6 +48,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
+def stride_of(group: dist.ProcessGroup) -> int:
+    """How many ranks each of a group comes after the one before; of a group of uneven strides, the first."""
+    first, *others = dist.get_process_group_ranks(group)
+    return abs(others[0] - first) if others else 1
+
+
 def _alive(name: str) -> dist.ProcessGroup | None:
     """The group of that name, if it was not destroyed. PyTorch gives its own name to others after that."""
     group = _named[name]() if name in _named else None

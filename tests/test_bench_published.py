@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import fake_world
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
@@ -25,10 +26,25 @@ def test_a_published_models_own_code_is_what_is_predicted() -> None:
     assert line.startswith("| gpt-oss-120b | 1024 |") and f"{found.step / found.least:.3f}" in line
 
 
-def test_a_model_that_is_not_among_them_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_what_is_around_the_experts_may_be_sharded_by_fewer_ranks() -> None:
+    with fake_world(16):
+        model = published.shard(published.build("gpt-oss-120b", 1), shards=8)
+    sizes = {name: param.device_mesh.size() for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+    assert {size for name, size in sizes.items() if ".experts." in name} == {16}
+    assert {size for name, size in sizes.items() if ".experts." not in name} == {8}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--models", "llama-5"], "no model llama-5; there are llama-3-70b, gpt-oss-120b, deepseek-v3"),
+        (["--worlds", "64,100", "--shards", "8"], "--shards 8: it does not divide 100 GPUs"),
+    ],
+)
+def test_what_can_not_be_predicted_is_refused(
+    arguments: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["published.py", "--models", "llama-5"])
+    monkeypatch.setattr(sys, "argv", ["published.py", *arguments])
     with pytest.raises(SystemExit):
         published.main()
-    assert "no model llama-5; there are llama-3-70b, gpt-oss-120b, deepseek-v3" in capsys.readouterr().err
+    assert problem in capsys.readouterr().err

@@ -19,6 +19,7 @@ from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import Binding, binding_of, bound
 from .runtime.dbuffer import DBuffer
 from .runtime.decisions import Trial, first_decides
+from .runtime.groups import stride_of
 from .runtime.marker import unshard_param
 from .runtime.model import Model, beside, trained_bytes
 from .runtime.ops import gives_float32_products
@@ -201,8 +202,19 @@ def _graph_unit(ordinal: int, name: str, buffer: DBuffer, params: Sequence[Tenso
         wanted = accumulates or buffer.gradient_packing
         reductions = torch.zeros(1, dtype=torch.int64, device="cpu") if wanted else None
     comm, reshard = buffer.comm(ordinal), buffer.policy.reshard_after_forward
-    block = buffer.block if buffer.is_part else ""
-    return GraphUnit(name, shard, views, _others(buffer, params), comm, reshard, accumulates, reductions, block)
+    return GraphUnit(
+        name,
+        shard,
+        views,
+        _others(buffer, params),
+        comm,
+        reshard,
+        accumulates,
+        reductions,
+        block=buffer.block if buffer.is_part else "",
+        stride=stride_of(buffer.group),
+        replica_stride=stride_of(buffer.replicas) if buffer.replicas is not None else 1,
+    )
 
 
 def _others(buffer: DBuffer, read: Sequence[Tensor]) -> tuple[ParamView, ...]:

@@ -92,6 +92,7 @@ def _uses(layers: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...], tuple[i
 def _communication(units: Mapping[str, int], cluster: Cluster, replicas: int) -> Iterator[Transfer]:
     """Of units of so many elements: gathers, gathers of the backward, and reductions."""
     uses = list(_uses(_layers(units)))
+    across = cluster.of(replicas, stride=cluster.ranks)
     gathers = {name: collective_cost(cluster, "all_gather", PARAM_BYTES * numel) for name, numel in units.items()}
     for name, forward, _ in uses:
         yield _transfer(f"gather {name}", gathers[name], readers=forward, output_bytes=PARAM_BYTES * units[name])
@@ -102,7 +103,7 @@ def _communication(units: Mapping[str, int], cluster: Cluster, replicas: int) ->
     for name, _, backward in uses:
         nbytes = GRADIENT_BYTES * units[name]
         cost = collective_cost(cluster, "reduce_scatter", nbytes)
-        cost, then = averaged_over_replicas(cost, cluster, replicas, nbytes / cluster.ranks, beside=True)
+        cost, then = averaged_over_replicas(cost, cluster, across, nbytes / cluster.ranks, beside=True)
         yield _transfer(f"reduce {name}", cost, then, writers=backward, input_bytes=nbytes)
 
 

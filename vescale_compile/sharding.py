@@ -81,7 +81,8 @@ def fully_shard(
         mesh: a 1-D mesh to shard over; by default all ranks of the default process group. Or, for hybrid sharding, a
             2-D mesh with named dimensions: parameters are sharded over dimension 1 and replicated over dimension 0,
             over which gradients are averaged after their reduce-scatter. Replicas must begin with equal values, which
-            is checked at first use.
+            is checked at first use. Inner modules may be sharded over other meshes of the same ranks: experts over all
+            of them, say, and what is around them over those of a node.
         reshard_after_forward: free gathered parameters after the forward, and gather again in the backward; where
             the backend is given a ``memory_budget``, only of as many units as it takes to stay within it, and where
             not, of all but the unit that the backward reads first, if gathering one unit ahead takes as much.

@@ -13,6 +13,7 @@ from .mesh import DataParallelMesh, whole_mesh
 from .planner import Granularity
 from .quantize import BlockInt8, BlockQuantizer
 from .ragged.dtensor import RaggedDTensor
+from .runtime.life import ranks_of
 from .sharded_module import unit_of
 
 GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
@@ -108,8 +109,12 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
         where = f"{mesh.where}fully_shard: parameter {name!r} "
         if isinstance(param, RaggedDTensor):
             present = whole_mesh(param)
-            if present != mesh.whole:
-                raise ValueError(f"{where}is sharded over {present} already, and can't be over {mesh.whole}")
+            if present != mesh.whole and ranks_of(present) != ranks_of(mesh.whole):
+                raise ValueError(
+                    f"{where}is sharded over {present} already, and {mesh.whole} is of other ranks, over which its "
+                    "gradients would not be averaged. Give meshes of the same ranks, such as mesh['replicate', 'shard']"
+                    ", whose first dimension replicates; or, if that is meant, pass it in ignored_params"
+                )
         elif isinstance(param, torch.distributed.tensor.DTensor):
             raise ValueError(f"{where}is a DTensor ({param.placements}) already; shard plain parameters")
         elif not param.is_meta and param.device.type != mesh.shard.device_type:

@@ -242,19 +242,18 @@ def test_a_gpu_alone_in_sight_says_nothing_of_its_node(gpus: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("shards", "replicas", "local", "nodes"), [(8, 4, 1, 4), (16, 2, 1, 2), (4, 4, 2, 2), (2, 4, 4, 1), (3, 4, 2, 2)]
+    ("stride", "ranks", "local", "nodes"), [(8, 4, 1, 4), (16, 2, 1, 2), (4, 4, 2, 2), (2, 4, 4, 1), (3, 4, 2, 2)]
 )
-def test_replicas_of_a_shard_are_as_many_ranks_apart_as_shard_it(
-    shards: int, replicas: int, local: int, nodes: int
-) -> None:
-    across = gpu_cluster("h100", shards).across(replicas)
-    assert (across.ranks, across.local_ranks, across.nodes) == (replicas, local, nodes)
+def test_ranks_with_others_between_them_are_on_more_nodes(stride: int, ranks: int, local: int, nodes: int) -> None:
+    apart = gpu_cluster("h100", 16).of(ranks, stride=stride)
+    assert (apart.ranks, apart.local_ranks, apart.nodes) == (ranks, local, nodes)
 
 
 def test_some_ranks_of_a_cluster_were_not_measured_as_all_were() -> None:
     all_ranks = replace(gpu_cluster("h100", 16), measured={"all_gather": MeasuredCollective(1e-6, 1e9)})
     assert all_ranks.of(16) is all_ranks
     assert all_ranks.of(8) == gpu_cluster("h100", 8)
+    assert not all_ranks.of(16, stride=2).measured
 
 
 def test_a_cluster_says_what_it_is() -> None:

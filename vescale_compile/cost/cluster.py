@@ -115,14 +115,12 @@ class Cluster:
         """Nodes that take part."""
         return math.ceil(self.ranks / self.local_ranks)
 
-    def of(self, ranks: int) -> Cluster:
-        """So many ranks of it. No collective was measured between them, unless they are all."""
-        return self if ranks == self.ranks else replace(self, ranks=ranks, measured={})
-
-    def across(self, replicas: int) -> Cluster:
-        """The ranks that hold the same shard where ``replicas`` clusters like this one follow one another: one of each.
-        No collective was measured between them."""
-        return replace(self, ranks=replicas, ranks_per_node=max(1, self.ranks_per_node // self.ranks), measured={})
+    def of(self, ranks: int, *, stride: int = 1) -> Cluster:
+        """So many ranks, each ``stride`` after the one before, on nodes like these. No collective was measured between
+        them, unless they are all of this cluster's."""
+        if (ranks, stride) == (self.ranks, 1):
+            return self
+        return replace(self, ranks=ranks, ranks_per_node=max(1, self.ranks_per_node // stride), measured={})
 
     @property
     def last_ranks(self) -> int:

@@ -80,21 +80,20 @@ def collective_cost(cluster: Cluster, kind: str, nbytes: float) -> CollectiveCos
 
 
 def averaged_over_replicas(
-    reduction: CollectiveCost, shards: Cluster, replicas: int, nbytes: float, *, beside: bool
+    reduction: CollectiveCost, shards: Cluster, replicas: Cluster, nbytes: float, *, beside: bool
 ) -> tuple[CollectiveCost, CollectiveCost]:
     """What a reduction among shards costs that is averaged over replicas: on the shards' own links, and on others
     afterwards, which may be nothing.
 
     Args:
         reduction: without the average.
-        shards: one replica.
-        replicas: that follow one another.
+        shards: the ranks that it is a reduction among.
+        replicas: those that hold the same shard.
         nbytes: of a rank's part of what was reduced.
         beside: whether it may be averaged while the shards' links reduce something else.
     """
-    across = shards.across(replicas)
-    average = collective_cost(across, ALL_REDUCE, nbytes)
-    if beside and shards.nodes == 1 < across.nodes:
+    average = collective_cost(replicas, ALL_REDUCE, nbytes)
+    if beside and shards.nodes == 1 < replicas.nodes:
         return reduction, average
     joined = replace(
         reduction,

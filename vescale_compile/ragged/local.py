@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_compile.ragged.dtensor import RaggedDTensor
@@ -123,11 +122,3 @@ def my_slice(whole: torch.Tensor, like: RaggedDTensor) -> torch.Tensor:
     """The elements of a whole tensor that this rank holds of `like`, flat; a view if it can be."""
     start, stop = like.interval
     return whole.reshape(-1)[start:stop]
-
-
-def common_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tensor]) -> DeviceMesh:
-    """`like`'s mesh, which every sharded DTensor of `tensors` must share for one reduction to cover them."""
-    for tensor in tensors:
-        if isinstance(tensor, DTensor) and not is_replicated(tensor) and tensor.device_mesh != like.device_mesh:
-            refuse(func, like, f"another tensor is sharded over {tensor.device_mesh}; call it for each mesh")
-    return like.device_mesh

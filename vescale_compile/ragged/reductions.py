@@ -1,4 +1,5 @@
-"""Norms and full reductions of RaggedDTensors: plain tensors, equal on every rank, by one all-reduce each."""
+"""Norms and full reductions of RaggedDTensors: plain tensors, equal on every rank, by one all-reduce each, of lists by
+one for each mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.lists import coalesced
 from vescale_compile.ragged.local import (
-    common_mesh,
     first_ragged,
     is_partial,
     is_replicated,
@@ -34,7 +34,7 @@ def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The norm of every tensor in a list, which may also hold plain tensors and DTensors of the same mesh."""
+    """The norm of every tensor in a list, which may also hold plain tensors and DTensors of 1-D meshes."""
     tensors, order, dtype = with_defaults(args, 2, None)
     return _norms(func, first_ragged(args, kwargs), tensors, order, dtype)
 
@@ -42,9 +42,10 @@ def foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 def unscale_and_find_inf(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler's division of gradients by the scale; a non-finite one is found on every rank or none."""
     tensors, found_inf, inverse_scale = args
-    mesh = common_mesh(func, first_ragged(args, kwargs), tensors)
+    meshes = _by_mesh(func, first_ragged(args, kwargs), tensors)
     func(coalesced([local_of(tensor) for tensor in tensors]), found_inf, inverse_scale)
-    found_inf.copy_(_all_reduce(found_inf, "max", mesh))
+    for mesh in meshes:
+        found_inf.copy_(_all_reduce(found_inf, "max", mesh))
 
 
 def any_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -108,22 +109,24 @@ def _norms(
     dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
     """Every tensor's norm. The powers of the sharded ones' local norms are summed in double precision."""
-    mesh = common_mesh(func, like, tensors)
     norms = _local_norms(tensors, order, dtype)
-    sharded = [i for i, tensor in enumerate(tensors) if _is_sharded(func, like, tensor)]
-    values = torch.stack([norms[i] for i in sharded]).to(torch.float64)
-    if math.isinf(order):
-        values = _all_reduce_max(values, mesh) if order > 0 else -_all_reduce_max(-values, mesh)
-    elif order == 0:
-        values = _all_reduce(values, "sum", mesh)
-    else:
-        values = _all_reduce(values**order, "sum", mesh) ** (1.0 / order)
     wanted = [dtype or tensor.dtype.to_real() for tensor in tensors]
-    if len(kinds := {wanted[i] for i in sharded}) == 1:
-        values = values.to(kinds.pop())  # all in one kernel
-    for i, value in zip(sharded, values.unbind(), strict=True):
-        norms[i] = value
+    for mesh, sharded in _by_mesh(func, like, tensors).items():
+        values = _norms_over(mesh, torch.stack([norms[i] for i in sharded]).to(torch.float64), order)
+        if len(kinds := {wanted[i] for i in sharded}) == 1:
+            values = values.to(kinds.pop())  # all in one kernel
+        for i, value in zip(sharded, values.unbind(), strict=True):
+            norms[i] = value
     return [norm.to(kind) for norm, kind in zip(norms, wanted, strict=True)]
+
+
+def _norms_over(mesh: DeviceMesh, norms: torch.Tensor, order: float) -> torch.Tensor:
+    """Of whole tensors, by those of their parts on each rank."""
+    if math.isinf(order):
+        return _all_reduce_max(norms, mesh) if order > 0 else -_all_reduce_max(-norms, mesh)
+    if order == 0:
+        return _all_reduce(norms, "sum", mesh)
+    return _all_reduce(norms**order, "sum", mesh) ** (1.0 / order)
 
 
 def _local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -137,12 +140,17 @@ def _local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dty
     return [next(norms) if local.numel() > 0 else empty for local in held]
 
 
-def _is_sharded(func: OpOverload, like: RaggedDTensor, tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    if is_partial(tensor):
-        refuse(func, like, f"the list also holds a tensor placed by {tensor.placements}; redistribute it")
-    return not is_replicated(tensor)
+def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tensor]) -> dict[DeviceMesh, list[int]]:
+    """Where in the list the tensors of each mesh are, those that every rank holds whole apart."""
+    found: dict[DeviceMesh, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, DTensor) or is_replicated(tensor):
+            continue
+        if tensor.device_mesh.ndim > 1 or is_partial(tensor):
+            where = f"{tensor.placements} over {tensor.device_mesh}"
+            refuse(func, like, f"the list also holds a tensor placed by {where}; redistribute it")
+        found.setdefault(tensor.device_mesh, []).append(i)
+    return found
 
 
 def _is_short_float(dtype: torch.dtype) -> bool:

@@ -1,0 +1,134 @@
+"""Experts that are spread over ranks by the program itself, and sharded among the ranks that hold the same ones."""
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import vescale_compile as vc
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+EXPERTS, WIDTH, VOCABULARY = 4, 13, 11
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, WIDTH, WIDTH) / 4)
+
+    def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        """``tokens`` are so many for the first expert, and so on."""
+        parts = zip(tokens.split(counts), self.weight, strict=True)
+        return torch.cat([torch.tanh(part @ weight) for part, weight in parts])
+
+
+class Layer(nn.Module):
+    """Sends each token to the expert that its router likes best, on its rank of ``mesh["experts"]`` if there is one."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.spread = mesh["experts"].size() if mesh is not None else 1
+        self.group = mesh.get_group("experts") if mesh is not None else None
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Experts(EXPERTS // self.spread)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weight, expert = self.router(tokens).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        counts = torch.bincount(expert, minlength=EXPERTS)
+        results = self._computed(tokens[order], counts) * weight[order, None]
+        return x + torch.zeros_like(tokens).index_add(0, order, results).view_as(x)
+
+    def _computed(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        if self.group is None:
+            return self.experts(tokens, counts.tolist())
+        even = [EXPERTS // self.spread] * self.spread
+        arriving = wait_tensor(all_to_all_single(counts, even, even, self.group))  # by rank, and by expert
+        sent, received = (each.view(self.spread, -1).sum(1).tolist() for each in (counts, arriving))
+        arrived = all_to_all_single_autograd(tokens, received, sent, self.group)
+        by_expert = torch.arange(even[0]).repeat(self.spread).repeat_interleave(arriving).argsort(stable=True)
+        results = self.experts(arrived[by_expert], arriving.view(self.spread, -1).sum(0).tolist())
+        return all_to_all_single_autograd(results[by_expert.argsort()], sent, received, self.group)
+
+
+class Mixture(nn.Module):
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer(mesh) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def held(name: str, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What the ranks with this one's experts have of a parameter between them."""
+    if not name.endswith("experts.weight"):
+        return whole
+    return whole.chunk(mesh["experts"].size())[mesh.get_local_rank("experts")]
+
+
+def sharded(mesh: DeviceMesh) -> nn.Module:
+    model = Mixture(mesh)
+    state = models.build(Mixture).state_dict()
+    model.load_state_dict({name: held(name, whole, mesh) for name, whole in state.items()})
+    spread = [layer.experts for layer in model.layers]
+    for experts in spread:
+        vc.fully_shard(experts, mesh=mesh["same experts"])
+    ignored = {param for experts in spread for param in experts.parameters()}
+    for module in (*model.layers, model):
+        vc.fully_shard(module, ignored_params=ignored)
+    for param in ignored:  # averaged among the ranks that hold it: the losses of all reach it, on each of them
+        param.register_hook(lambda grad: grad / mesh["experts"].size())
+    return model
+
+
+# Sizes are in the graph, or there is a graph break where they are read.
+@pytest.mark.parametrize(("compiled", "sizes_in_graph"), [("whole", True), ("layers", False)])
+@on_ranks(4)
+def test_training_is_that_of_the_model_on_one_rank(compiled, sizes_in_graph):
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=sizes_in_graph):
+        compare(compiled)
+
+
+@on_ranks(4)
+def test_training_without_compilation_is_that_of_the_model_on_one_rank():
+    compare("nothing")
+
+
+def compare(compiled: str) -> None:
+    data = models.batches(3, VOCABULARY)
+    reference, expected = models.train_unsharded(Mixture, data, backend=None)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
+    model, options = sharded(mesh), {"lowering": "eager"}
+    call = torch.compile(model, backend="vescale", options=options) if compiled == "whole" else model
+    for layer in model.layers if compiled == "layers" else ():
+        layer.compile(backend="vescale", options=options)
+    losses = models.train(call, model.parameters(), data)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for (name, param), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.detach().full_tensor(), held(name, whole, mesh).detach(), rtol=0, atol=1e-6)
+
+
+@on_ranks(4)
+def test_experts_that_other_ranks_hold_are_not_taken_for_the_same():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
+    model = Mixture(mesh)
+    vc.fully_shard(model.layers[0].experts, mesh=mesh["same experts"])
+    remedy = r"is of other ranks, over which its gradients would not be averaged.*, pass it in ignored_params"
+    with pytest.raises(
+        ValueError, match=rf"\[rank {dist.get_rank()}\].* parameter 'layers.0.experts.weight' .*{remedy}"
+    ):
+        vc.fully_shard(model)

@@ -1,0 +1,171 @@
+"""Units of one model over meshes of the same ranks, divided otherwise into shards and replicas."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import fake_world, on_ranks
+from test_hybrid_sharding import averaged_gradients, mesh_of
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+
+import vescale_compile as vc
+from vescale_compile.cost import collective_cost
+from vescale_compile.passes.context import Part
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+
+def layers_over_all(model: nn.Module) -> nn.Module:
+    """What is around them over two ranks, twice."""
+    for layer in model.layers:
+        vc.fully_shard(layer)
+    return vc.fully_shard(model, mesh=mesh_of(2, 2))
+
+
+def layers_over_two(model: nn.Module) -> nn.Module:
+    """What is around them over all."""
+    for layer in model.layers:
+        vc.fully_shard(layer, mesh=mesh_of(2, 2))
+    return vc.fully_shard(model)
+
+
+@pytest.mark.parametrize("shard", [layers_over_all, layers_over_two])
+@pytest.mark.parametrize("lowering", ["eager", None])
+@on_ranks(4)
+def test_training_is_that_of_the_unsharded_model(lowering, shard):
+    torch._dynamo.reset()
+    data = models.batches(3, 11)
+    reference, expected = models.train_unsharded(models.Uneven, data, "aot_eager" if lowering else None)
+    model = shard(models.build(models.Uneven))
+    call = torch.compile(model, backend="vescale", options={"lowering": lowering}) if lowering else model
+    losses = models.train(call, model.parameters(), data)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert models.largest_difference(model, reference) < 1e-6
+
+
+@on_ranks(4, deadline_s=300)
+def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
+    torch._dynamo.reset()
+    build, data = functools.partial(models.Uneven, 1), models.batches(3, 11)
+    reference, expected = models.train_unsharded(build, data)
+    model = layers_over_all(models.build(build))
+    losses = models.train(torch.compile(model, backend="vescale"), model.parameters(), data)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert models.largest_difference(model, reference) < 1e-5
+
+
+@on_ranks(4)
+def test_layers_that_take_turns_with_others_over_another_mesh_are_compiled_one_by_one():
+    torch._dynamo.reset()
+    data = models.batches(4, 11)
+    reference, expected = models.train_unsharded(models.deep, data)
+    model = models.build(models.deep)
+    for index, layer in enumerate(model.layers):
+        vc.fully_shard(layer, mesh=mesh_of(2, 2) if index % 2 else None)
+    vc.fully_shard(model)
+    for layer in model.layers:
+        layer.compile(backend="vescale", options={"lowering": "eager"})
+    losses = models.train(model, model.parameters(), data)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert models.largest_difference(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize("lowering", ["eager", None])
+@on_ranks(4)
+def test_gradients_accumulated_under_no_sync_are_averaged_over_all_ranks(lowering):
+    torch._dynamo.reset()
+    model = layers_over_all(models.build(models.Uneven))
+    call = torch.compile(model, backend="vescale", options={"lowering": lowering}) if lowering else model
+    data = models.batches(3, 11)
+    with vc.no_sync(model):
+        for tokens, labels in data[:-1]:
+            call(tokens, labels).backward()
+    call(*data[-1]).backward()
+    for param, expected in zip(model.parameters(), averaged_gradients(data), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@on_ranks(4)
+def test_gradients_of_all_meshes_are_clipped_together(foreach):
+    model = layers_over_all(models.build(models.Uneven))
+    data = models.batches(1, 11)
+    model(*data[0]).backward()
+    expected = averaged_gradients(data)
+    reference = [nn.Parameter(grad.clone()) for grad in expected]
+    for param, grad in zip(reference, expected, strict=True):
+        param.grad = grad
+    norm = clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+    torch.testing.assert_close(norm, clip_grad_norm_(reference, 0.1))
+    for param, clipped in zip(model.parameters(), reference, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), clipped.grad, rtol=0, atol=1e-6)
+
+
+@on_ranks(4)
+def test_an_overflow_on_any_mesh_is_skipped_by_the_grad_scaler_on_every_rank():
+    model = layers_over_all(models.build(models.Uneven))
+    optimizer, scaler = models.sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [param.detach().full_tensor() for param in model.parameters()]
+    scaler.scale(model(*models.batches(1, 11)[0])).backward()
+    if dist.get_rank() == 3:  # an element of a layer, which no other rank has
+        grad = next(param.grad for param in model.layers.parameters() if param.grad.to_local().numel())
+        grad.to_local()[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.detach().full_tensor(), value)
+
+
+@on_ranks(4)
+def test_a_checkpoint_loads_where_everything_is_over_one_mesh(tmp_path: Path):
+    torch._dynamo.reset()
+    saved = layers_over_all(models.build(models.Uneven))
+    optimizer = models.adamw(saved.parameters())
+    saved(*models.batches(1, 11)[0]).backward()
+    optimizer.step()
+    weights, states = get_state_dict(saved, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
+    loaded = vc.fully_shard(models.build(models.Uneven, seed=1))
+    other = models.adamw(loaded.parameters())
+    weights, states = get_state_dict(loaded, other)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
+    set_state_dict(loaded, other, model_state_dict=weights, optim_state_dict=states)
+    for mine, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(mine.detach().full_tensor(), theirs.detach().full_tensor())
+        moment, expected = (o.state[p]["exp_avg"].full_tensor() for o, p in ((other, mine), (optimizer, theirs)))
+        assert torch.equal(moment, expected)
+
+
+@on_ranks(4)
+def test_adamw8bit_steps_over_all_meshes():
+    torch._dynamo.reset()
+    data, trained = models.batches(3, 11), []
+    for shard in (layers_over_all, vc.fully_shard):
+        model = shard(models.build(models.Uneven))
+        models.train(model, model.parameters(), data, vc.optim.AdamW8bit)
+        trained.append(model)
+    for mine, theirs in zip(*(model.parameters() for model in trained), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor(), rtol=0, atol=1e-5)
+
+
+def test_gathers_among_ranks_of_several_nodes_are_predicted_to_go_between_them():
+    torch._dynamo.reset()
+    h100, tokens = models.H100, models.batches(1, 64, rank=0)[0]
+    nodes = replace(h100, ranks_per_node=2, between=replace(h100.within, bandwidth=1e6))
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "together"))
+        for name, stride in (("apart", 2), ("together", 1)):
+            model = vc.fully_shard(models.build(models.one_layer_llama), mesh=mesh[name])
+            (graph,) = vc.explain(model, *tokens, options={"cluster": nodes, "lowering": "eager"}).graphs
+            group = nodes.of(2, stride=stride)
+            costs = [collective_cost(group, "all_gather", unit.gathered_bytes).seconds for unit in graph.units]
+            assert graph.parts[Part.FORWARD].prediction.communication == pytest.approx(sum(costs))
