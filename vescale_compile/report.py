@@ -27,6 +27,8 @@ class UnitReport:
 
     name: str
     parameters: int  # that the graph reads
+    ranks: int  # that hold one copy between them
+    replicas: int
     shard_bytes: int
     gathered_bytes: int
     after_forward: str  # what becomes of the gathered parameters
@@ -61,6 +63,8 @@ class GraphReport:
             UnitReport(
                 unit.name,
                 len(unit.views),
+                unit.comm.world_size,
+                unit.comm.replica_count,
                 unit.shard_bytes,
                 unit.shard.numel() * unit.comm.world_size * unit.comm.param_dtype.itemsize,
                 _after_forward(context, ordinal),
@@ -134,10 +138,9 @@ def _after_forward(context: CompileContext, unit: int) -> str:
 
 def _lines(graph: GraphReport) -> Iterator[str]:
     yield f"rank {graph.rank}, {graph.lowering} lowering, {len(graph.units)} units"
-    headings = ("unit", "parameters", "shard", "gathered", "after forward")
-    sizes = [(unit, _size(unit.shard_bytes), _size(unit.gathered_bytes)) for unit in graph.units]
-    rows = [(unit.name, str(unit.parameters), *nbytes, unit.after_forward) for unit, *nbytes in sizes]
-    yield from in_columns([headings, *rows])
+    yield from in_columns(
+        [("unit", "parameters", "ranks", "shard", "gathered", "after forward"), *map(_unit_row, graph.units)]
+    )
     for part, summary in graph.parts.items():
         yield ""
         yield from _part_lines(part, summary)
@@ -156,6 +159,12 @@ def _lines(graph: GraphReport) -> Iterator[str]:
         f"predicted {_time(graph.predicted_seconds)} without the optimizer's step, {_time(graph.exposed_seconds)} "
         f"of it exposed communication, on {graph.cluster}"
     )
+
+
+def _unit_row(unit: UnitReport) -> tuple[str, ...]:
+    ranks = f"{unit.replicas} x {unit.ranks}" if unit.replicas > 1 else str(unit.ranks)
+    sizes = _size(unit.shard_bytes), _size(unit.gathered_bytes)
+    return unit.name, str(unit.parameters), ranks, *sizes, unit.after_forward
 
 
 def _beside_lines(beside: Beside) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Units of one model over meshes of the same ranks, divided otherwise into shards and replicas."""
 
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,19 @@ def test_adamw8bit_steps_over_all_meshes():
         trained.append(model)
     for mine, theirs in zip(*(model.parameters() for model in trained), strict=True):
         torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor(), rtol=0, atol=1e-5)
+
+
+def test_a_report_says_how_many_ranks_each_unit_is_sharded_over():
+    torch._dynamo.reset()
+    with fake_world(4):
+        model = layers_over_all(models.build(models.Uneven))
+        report = vc.explain(model, *models.batches(1, 11, rank=0)[0], options={"lowering": "eager"})
+    assert {unit.name: (unit.replicas, unit.ranks) for unit in report.graphs[0].units} == {
+        "(root)": (2, 2),
+        "layers.0": (1, 4),
+        "layers.1": (1, 4),
+    }
+    assert re.search(r"^\(root\) +3 +2 x 2 .*\nlayers\.0 +4 +4 ", str(report), re.MULTILINE)
 
 
 def test_gathers_among_ranks_of_several_nodes_are_predicted_to_go_between_them():
