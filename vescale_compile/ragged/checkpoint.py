@@ -6,20 +6,38 @@ dimensions is at most 2n - 1 of them, each contiguous in the run, so that they a
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from vescale_compile.ragged.dtensor import RaggedDTensor
+from vescale_compile.ragged.placement import RaggedShardError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 def write_items(name: str, tensor: RaggedDTensor) -> list[WriteItem]:
-    """What this rank saves: nothing, if it holds nothing."""
+    """What this rank saves: nothing, if it holds nothing.
+
+    Raises:
+        RaggedShardError: it is several boxes, and a HuggingFaceStorageWriter, whose files have one of each name, is to
+            write them: of all but the last it would write nothing.
+    """
+    if len(held := chunks(tensor)) > 1 and _for_files_of_names(inspect.currentframe()):
+        raise RaggedShardError(
+            f"[rank {dist.get_rank()}] {name} {tuple(tensor.shape)}: this rank holds elements {tensor.interval}, "
+            f"{len(held)} boxes of it, and HuggingFaceStorageWriter writes one of each tensor. Shard between whole "
+            "rows (fully_shard(granularity=lambda name, param: vc.Elements(param[0].numel()))), or save whole tensors: "
+            "what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gives, "
+            "called on every rank"
+        )
     properties = TensorProperties.create_from_tensor(tensor._local_tensor)
     return [
         WriteItem(
@@ -27,7 +45,7 @@ def write_items(name: str, tensor: RaggedDTensor) -> list[WriteItem]:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
         )
-        for chunk in chunks(tensor)
+        for chunk in held
     ]
 
 
@@ -45,6 +63,15 @@ def box(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:
             return tensor._local_tensor.detach()[start : start + numel].view(sizes)
         start += numel
     raise ValueError(f"{index.fqn}: no box of {tensor!r} starts at {index.offset}")
+
+
+def _for_files_of_names(frame: FrameType | None) -> bool:
+    """Whether a HuggingFaceStorageWriter is to write what is asked for. The planner that asks does not say."""
+    while frame is not None:
+        if any(isinstance(value, HuggingFaceStorageWriter) for value in frame.f_locals.values()):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def run_to_boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:

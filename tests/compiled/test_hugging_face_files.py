@@ -1,0 +1,75 @@
+"""Checkpoints of Hugging Face's, in safetensors, by torch.distributed.checkpoint."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import on_ranks
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import vescale_compile as vc
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+TOKENS = torch.arange(12)[None]
+
+
+def whole(tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 67, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=tied))
+
+
+def rows(name: str, param: nn.Parameter) -> vc.Elements:
+    return vc.Elements(math.prod(param.shape[1:]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(2)
+def test_a_pretrained_model_is_loaded_by_each_rank_in_its_part_alone(tied: bool, tmp_path: Path) -> None:
+    reference = whole(tied)
+    if dist.get_rank() == 0:
+        reference.save_pretrained(tmp_path)
+    dist.barrier()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    vc.fully_shard(model)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.fill_(torch.nan)
+    model.init_weights()
+    planner = DefaultLoadPlanner(allow_partial_load=tied)  # a tied head is in no file
+    dcp.load(get_model_state_dict(model), storage_reader=HuggingFaceStorageReader(str(tmp_path)), planner=planner)
+    found, expected = (each(input_ids=TOKENS, labels=TOKENS).loss for each in (model, reference))
+    assert torch.equal(found, expected)
+
+
+@on_ranks(3)
+def test_shards_of_whole_rows_are_saved_as_hugging_face_saves_them(tmp_path: Path) -> None:
+    model = vc.fully_shard(whole(), granularity=rows)
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True, enable_consolidation=True)
+    dcp.save(get_model_state_dict(model), storage_writer=writer)
+    saved = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    for name, value in whole().state_dict().items():
+        assert torch.equal(saved[name], value), name
+
+
+@on_ranks(3)
+def test_shards_that_such_files_have_no_names_for_are_refused_on_every_rank(tmp_path: Path) -> None:
+    model = vc.fully_shard(whole())
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    with pytest.raises(CheckpointException, match=r"boxes of it, and HuggingFaceStorageWriter .* Shard between whole"):
+        dcp.save(get_model_state_dict(model), storage_writer=writer)
+    assert not list(tmp_path.glob("**/*.safetensors"))
