@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..cost import collective_cost, host
+from ..cost import Cluster, collective_cost, host
 from ..cost.collectives import ALL_GATHER, ALL_TO_ALL, averaged_over_replicas
 from ..cost.compute import compute_seconds, issue_seconds
 from ..runtime import ops
@@ -152,7 +152,8 @@ def task_graph(
     part: Part,
 ) -> TaskGraph:
     """The graph's segments and collectives as tasks. The average over replicas is part of a reduction, or what it takes
-    afterwards, on other links. What is gathered and what is reduced lie apart, as slots have them.
+    afterwards, on links between nodes that carry nothing else. What is gathered and what is reduced lie apart, as slots
+    have them.
 
     Args:
         segments: of the computation.
@@ -171,7 +172,11 @@ def task_graph(
         for segment, unpacked in zip(segments, held, strict=True)
     ]
     place = {node: number for number, segment in enumerate(segments) for node in segment}
-    transfers = [_transfer(each, context, place, len(segments)) for each in collectives]
+    groups = [context.cluster.of(unit.comm.world_size, stride=unit.stride) for unit in context.units]
+    within = all(group.nodes == 1 for group in groups)
+    transfers = [
+        _transfer(each, context, groups[each.unit], place, len(segments), within_nodes=within) for each in collectives
+    ]
     before, after = _around(context, part)
     return TaskGraph(tuple(compute), tuple(transfers), apart=True, before=before, after=after)
 
@@ -217,7 +222,16 @@ def _unpacked_bytes(graph: fx.Graph, collectives: Sequence[Collective], segments
     ]
 
 
-def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, int], segments: int) -> Transfer:
+def _transfer(
+    each: Collective,
+    context: CompileContext,
+    cluster: Cluster,
+    place: dict[fx.Node, int],
+    segments: int,
+    *,
+    within_nodes: bool,
+) -> Transfer:
+    """One collective among the ranks of ``cluster``; ``within_nodes`` says whether all such ranks share a node."""
     full = nbytes_of(each.buffers[0])
     scratch = sum(nbytes_of(buffer) for buffer in each.buffers[1:] if marked_buffer(buffer).use is Use.SCRATCH)
     exchanges = each.launch.target is start_reduce_scatter_quantized
@@ -225,13 +239,12 @@ def _transfer(each: Collective, context: CompileContext, place: dict[fx.Node, in
     sent, kind = (scratch // 2, ALL_TO_ALL) if exchanges else (full, each.kind)
     unit = context.units[each.unit]
     comm = unit.comm
-    cluster = context.cluster.of(comm.world_size, stride=unit.stride)
     cost, then = averaged_over_replicas(
         collective_cost(cluster, kind, sent),
         cluster,
         context.cluster.of(1 if each.gathers else comm.replica_count, stride=unit.replica_stride),
         full / comm.world_size,
-        beside=not comm.exchanges,  # on a stream of its own, but for CPUs
+        beside=within_nodes and not comm.exchanges,  # on a stream of its own, but for CPUs
     )
     touched = tuple(sorted({place[node] for node in each.touched}))
     return Transfer(

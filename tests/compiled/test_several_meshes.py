@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import vescale_compile as vc
-from vescale_compile.cost import collective_cost
+from vescale_compile.cost import averaged_over_replicas, collective_cost
+from vescale_compile.passes import tasks
 from vescale_compile.passes.context import Part
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -36,6 +37,11 @@ def layers_over_two(model: nn.Module) -> nn.Module:
     for layer in model.layers:
         vc.fully_shard(layer, mesh=mesh_of(2, 2))
     return vc.fully_shard(model)
+
+
+def over_nodes(model: nn.Module) -> nn.Module:
+    """All of it over two ranks, twice."""
+    return vc.fully_shard(model, mesh=mesh_of(2, 2))
 
 
 @pytest.mark.parametrize("shard", [layers_over_all, layers_over_two])
@@ -156,6 +162,20 @@ def test_adamw8bit_steps_over_all_meshes():
         trained.append(model)
     for mine, theirs in zip(*(model.parameters() for model in trained), strict=True):
         torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shard", "beside"), [(layers_over_all, False), (over_nodes, True)])
+def test_averages_are_predicted_to_go_beside_what_stays_within_nodes_alone(shard, beside, monkeypatch):
+    torch._dynamo.reset()
+    asked = []
+    monkeypatch.setattr(
+        tasks, "averaged_over_replicas", lambda *args, **how: asked.append(how) or averaged_over_replicas(*args, **how)
+    )
+    with fake_world(4):
+        model = shard(models.build(models.Uneven))
+        cluster = replace(models.H100, ranks_per_node=2)
+        vc.explain(model, *models.batches(1, 11, rank=0)[0], options={"lowering": "eager", "cluster": cluster})
+    assert asked and all(how == {"beside": beside} for how in asked)
 
 
 def test_a_report_says_how_many_ranks_each_unit_is_sharded_over():

@@ -90,7 +90,7 @@ def averaged_over_replicas(
         shards: the ranks that it is a reduction among.
         replicas: those that hold the same shard.
         nbytes: of a rank's part of what was reduced.
-        beside: whether it may be averaged while the shards' links reduce something else.
+        beside: whether it may be averaged while something else is reduced, within nodes.
     """
     average = collective_cost(replicas, ALL_REDUCE, nbytes)
     if beside and shards.nodes == 1 < replicas.nodes:
