@@ -38,6 +38,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def errors(environment: dict[str, str], folder: Path, **how: Any) -> dict[str, float]:
     """By parameter, the largest on any rank after some steps."""
     defaults = {"model": "llama", "mesh": [2], "policy": {}, "reshard": True, "quantized": False, "options": {}}
+    defaults |= {"layers_over_all": False}
     environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": MODELS}
     python(environment, LEARN, str(folder), json.dumps(defaults | how))
     ranks = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
@@ -60,6 +61,12 @@ def test_so_they_are_of_a_mixture_of_experts(gpus: dict[str, str], tmp_path: Pat
 
 def test_so_they_are_over_replicas(gpus: dict[str, str], tmp_path: Path) -> None:
     assert max(errors(gpus, tmp_path, mesh=[2, 2]).values()) < ROUNDING["float32"]
+
+
+def test_so_they_are_where_layers_are_sharded_over_more_ranks_than_the_rest(
+    gpus: dict[str, str], tmp_path: Path
+) -> None:
+    assert max(errors(gpus, tmp_path, mesh=[2, 2], layers_over_all=True).values()) < ROUNDING["float32"]
 
 
 def test_so_they_are_in_registered_memory(gpus: dict[str, str], tmp_path: Path) -> None:

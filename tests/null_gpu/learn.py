@@ -69,7 +69,10 @@ def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
     mesh = init_device_mesh("cuda", tuple(how["mesh"]), mesh_dim_names=("replicate", "shard")[-len(how["mesh"]) :])
     policy = vc.MixedPrecisionPolicy(**{name: getattr(torch, dtype) for name, dtype in how["policy"].items()})
     codes = vc.BlockInt8(32) if how["quantized"] else None
-    vc.fully_shard(ours, mesh=mesh, mp_policy=policy, reshard_after_forward=how["reshard"], quantize_gradients=codes)
+    how_sharded = {"mp_policy": policy, "reshard_after_forward": how["reshard"], "quantize_gradients": codes}
+    for layer in ours.layers if how["layers_over_all"] else ():
+        vc.fully_shard(layer, **how_sharded)
+    vc.fully_shard(ours, mesh=mesh, **how_sharded)
     compiled = torch.compile(ours, backend="vescale", options=how["options"])
     mine, whole = (torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (ours, theirs))
     for batches in zip(*(models.batches(STEPS, VOCABULARY, each) for each in range(world_size)), strict=True):
@@ -81,15 +84,14 @@ def learn(rank: int, folder: str, how: dict[str, Any], world_size: int, rendezvo
         torch.stack([theirs(*batch) for batch in batches]).mean().backward()
         mine.step()
         whole.step()
-    shard = rank % how["mesh"][-1]
-    errors = {name: _error(param, theirs.get_parameter(name), shard) for name, param in ours.named_parameters()}
+    errors = {name: _error(param, theirs.get_parameter(name)) for name, param in ours.named_parameters()}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(errors))
     dist.destroy_process_group()
 
 
-def _error(param: vc.RaggedDTensor, theirs: nn.Parameter, shard: int) -> float:
+def _error(param: vc.RaggedDTensor, theirs: nn.Parameter) -> float:
     """The larger of the last gradient's error in this shard, relative to the whole gradient, and of the parameter's."""
-    start, stop = param.placement.intervals(param.shape)[shard]
+    start, stop = param.placement.interval(param.shape, param.device_mesh.get_local_rank())
     found = [(param.grad, theirs.grad), (param, theirs)]
     pairs = [(ours.to_local().detach().cpu(), whole.detach().flatten()) for ours, whole in found]
     return max(((ours - whole[start:stop]).norm() / whole.norm()).item() for ours, whole in pairs)
