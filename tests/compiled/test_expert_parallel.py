@@ -9,6 +9,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 import vescale_compile as vc
 
@@ -79,17 +80,20 @@ def held(name: str, whole: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.chunk(mesh["experts"].size())[mesh.get_local_rank("experts")]
 
 
+def experts_of(model: nn.Module) -> list[nn.Parameter]:
+    return [param for layer in model.layers for param in layer.experts.parameters()]
+
+
 def sharded(mesh: DeviceMesh) -> nn.Module:
     model = Mixture(mesh)
     state = models.build(Mixture).state_dict()
     model.load_state_dict({name: held(name, whole, mesh) for name, whole in state.items()})
-    spread = [layer.experts for layer in model.layers]
-    for experts in spread:
-        vc.fully_shard(experts, mesh=mesh["same experts"])
-    ignored = {param for experts in spread for param in experts.parameters()}
+    for layer in model.layers:
+        vc.fully_shard(layer.experts, mesh=mesh["same experts"])
+    spread = experts_of(model)
     for module in (*model.layers, model):
-        vc.fully_shard(module, ignored_params=ignored)
-    for param in ignored:  # averaged among the ranks that hold it: the losses of all reach it, on each of them
+        vc.fully_shard(module, ignored_params=spread)
+    for param in spread:  # averaged among the ranks that hold it: the losses of all reach it, on each of them
         param.register_hook(lambda grad: grad / mesh["experts"].size())
     return model
 
@@ -120,6 +124,24 @@ def compare(compiled: str) -> None:
     assert losses == pytest.approx(expected, rel=1e-6)
     for (name, param), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.detach().full_tensor(), held(name, whole, mesh).detach(), rtol=0, atol=1e-6)
+
+
+@on_ranks(4)
+def test_gradients_are_clipped_by_the_norm_of_all_experts_and_the_rest():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
+    model, reference = sharded(mesh), models.build(Mixture)
+    for each in (model, reference):
+        each(*models.batches(1, VOCABULARY)[0]).backward()
+    models.average_gradients(reference)
+    expected = clip_grad_norm_(reference.parameters(), 0.1)
+    around = [param for name, param in model.named_parameters() if ".experts." not in name]
+    squares = [get_total_norm([param.grad for param in params]) ** 2 for params in (experts_of(model), around)]
+    dist.all_reduce(squares[0], group=mesh.get_group("experts"))
+    norm = sum(squares).sqrt()
+    clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    torch.testing.assert_close(norm, expected)
+    for (name, param), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), held(name, whole.grad, mesh), rtol=0, atol=1e-6)
 
 
 @on_ranks(4)
