@@ -101,8 +101,8 @@ def fully_shard(
             more dimensions, rounded stochastically; each rank averages, in float32, what all send it. See
             :func:`rounding_state`. Over the replicas of a 2-D mesh the averages are exchanged in ``reduce_dtype``. Or a
             function that gives it, or None, as with ``quantize``.
-        ignored_params: parameters to leave as they are, of this module or of others: whole ones, whose gradients are not
-            averaged, and those that are sharded over a mesh of other ranks, whose gradients are averaged over that.
+        ignored_params: parameters to leave as they are, of this module or of others: whole ones, whose gradients are
+            not averaged, and those that are sharded over a mesh of other ranks, whose gradients are averaged over that.
 
     Returns:
         ``module``.
