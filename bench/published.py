@@ -64,8 +64,9 @@ def main() -> int:
     cells = []
     for name in args.models:
         for world_size in args.worlds:
-            how = (args.cluster, args.seq, args.layers, args.budget, args.shards)
-            cells.append(predicted(name, world_size, *how))
+            cells.append(
+                predicted(name, world_size, args.cluster, args.seq, args.layers, budget=args.budget, shards=args.shards)
+            )
             print(f"{name}, {world_size} GPUs: {cells[-1].compiling:.0f} s", file=sys.stderr, flush=True)
     print(table(cells))
     if args.json is not None:
