@@ -1,13 +1,17 @@
 """Experts that are spread over ranks by the program itself, and sharded among the ranks that hold the same ones."""
 
+from pathlib import Path
+
 import models
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
@@ -142,6 +146,25 @@ def test_gradients_are_clipped_by_the_norm_of_all_experts_and_the_rest():
     torch.testing.assert_close(norm, expected)
     for (name, param), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), held(name, whole.grad, mesh), rtol=0, atol=1e-6)
+
+
+@on_ranks(4)
+def test_a_checkpoint_holds_the_experts_of_all_ranks_by_names_of_their_own(tmp_path: Path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
+    model = sharded(mesh)
+
+    def apart() -> dict[str, Tensor]:
+        own, state = mesh.get_local_rank("experts"), get_model_state_dict(model)
+        return {f"{name}@{own}" if ".experts." in name else name: value for name, value in state.items()}
+
+    dcp.save(apart(), checkpoint_id=tmp_path)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.0)
+    dcp.load(apart(), checkpoint_id=tmp_path)
+    whole = models.build(Mixture)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.detach().full_tensor(), held(name, whole.get_parameter(name), mesh)), name
 
 
 @on_ranks(4)
