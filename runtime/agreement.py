@@ -8,12 +8,13 @@ a rank that gives up waiting gives it for all, also for those that come later.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import Any
@@ -31,6 +32,7 @@ from .messages import connect
 DEADLINE_S = 300.0
 _GRACE_S = 10.0  # for the first rank to say who is missing
 _MOST_NAMED = 8  # ranks that a message describes one by one
+_MODEL = "sharded model"
 _GRAPH = "compiled graph"
 _OUTSIDE = "outside compiled code"
 _SAME_MODEL = (
@@ -75,11 +77,13 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float | None = N
     """
     fresh = [buffer for buffer in buffers if not buffer.agreed]
     absent = _STILL_LOADING if deadline_s is None else _STILL_COMPILING
-    for mesh in dict.fromkeys(buffer.mesh for buffer in fresh):
+    meshes = list(dict.fromkeys(buffer.mesh for buffer in fresh))
+    for done, mesh in enumerate(meshes, 1):
         members = [buffer for buffer in fresh if buffer.mesh == mesh]
         params, layouts = zip(*(each.describe() for each in members), strict=True)
         lines = [*sorted(chain.from_iterable(params)), *chain.from_iterable(layouts)]  # the most telling first
-        agree(mesh, "sharded model", lines, absent=absent, deadline_s=deadline_s)
+        with _others_hear(meshes[done:], _MODEL):
+            agree(mesh, _MODEL, lines, absent=absent, deadline_s=deadline_s)
         if any(buffer.replicas is not None for buffer in members):
             sums = [f"unit {each.name}: checksum of this shard {each.checksum()}" for each in members]
             names = mesh.mesh_dim_names or ()
@@ -98,18 +102,38 @@ def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline
     A rank that compiles again by itself, for another batch size, say, has the collectives of the first time, and
     waits for nobody.
     """
-    for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
-        key = (name_of(mesh), *lines)
-        if key not in life().graphs and not nobody_to_ask(mesh):
+    fresh = [mesh for mesh in _of_other_ranks(buffers) if (name_of(mesh), *lines) not in life().graphs]
+    for done, mesh in enumerate(fresh, 1):
+        with _others_hear(fresh[done:], _GRAPH):
             agree(mesh, _GRAPH, lines, absent=_STILL_COMPILING, deadline_s=deadline_s)
-            life().graphs.add(key)
+        life().graphs.add((name_of(mesh), *lines))
 
 
 def tell_of_failure(buffers: Sequence[DBuffer], problem: str) -> None:
     """Posts why this rank has no graph where the others will come to :func:`agree_on_graph`, and waits for nobody."""
-    for mesh in dict.fromkeys(buffer.mesh for buffer in buffers):
+    _leave(_of_other_ranks(buffers), _GRAPH, problem)
+
+
+def _of_other_ranks(buffers: Sequence[DBuffer]) -> list[DeviceMesh]:
+    """Their meshes, one of each set of ranks, however it divides them."""
+    return list({name_of(mesh): mesh for mesh in dict.fromkeys(buffer.mesh for buffer in buffers)}.values())
+
+
+@contextlib.contextmanager
+def _others_hear(meshes: Iterable[DeviceMesh], what: str) -> Iterator[None]:
+    """Where the ranks of one mesh do not agree, those of others among ``meshes``, who have no part in that, do not wait
+    for them in vain."""
+    try:
+        yield
+    except (RanksDisagree, RanksMissing) as error:
+        _leave(meshes, what, str(error))
+        raise
+
+
+def _leave(meshes: Iterable[DeviceMesh], what: str, problem: str) -> None:
+    for mesh in meshes:
         if not nobody_to_ask(mesh):
-            _Exchange(mesh, _GRAPH, [problem], "", "", 0.0).leave()
+            _Exchange(mesh, what, [problem], "", "", 0.0).leave()
 
 
 @torch.compiler.disable

@@ -13,7 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import vescale_compile as vc
 from vescale_compile.runtime import agreement, messages
-from vescale_compile.runtime.agreement import RanksMissing, agree, agree_on_buffers
+from vescale_compile.runtime.agreement import (
+    RanksDisagree,
+    RanksMissing,
+    agree,
+    agree_on_buffers,
+    agree_on_graph,
+    tell_of_failure,
+)
 from vescale_compile.runtime.decisions import Trial, first_decides
 from vescale_compile.runtime.life import Life, life
 from vescale_compile.sharded_module import buffers_in
@@ -158,3 +165,32 @@ def test_what_an_earlier_process_group_left_in_the_store_is_not_read():
         keys.append(Life().next_exchange(mesh))
         dist.barrier()
     assert len(set(keys)) == 2
+
+
+@on_ranks(2)
+def test_meshes_of_the_same_ranks_agree_again_after_one_has_failed():
+    meshes = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    buffers = [buffers_in(vc.fully_shard(nn.Linear(4, 2), mesh=mesh))[0] for mesh in meshes]
+    if dist.get_rank() == ODD:
+        tell_of_failure(buffers, "no room")
+    else:
+        with pytest.raises(RanksDisagree, match="rank 1 has 'no room'"):
+            agree_on_graph(buffers, ["one"], deadline_s=5)
+    agree_on_graph(buffers, ["another"], deadline_s=5)
+
+
+@on_ranks(4)
+def test_ranks_of_another_mesh_hear_of_those_that_do_not_agree_in_theirs():
+    """Ranks 0 and 2 are one mesh, 1 and 3 another, and all are one besides."""
+    pairs, everyone = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "other")), init_device_mesh("cpu", (4,))
+    for make, check in (
+        (lambda: nn.Linear(4, 2), lambda buffers: agree_on_graph(buffers, [f"{dist.get_rank() == 2}"], deadline_s=5)),
+        (lambda: nn.Linear(4, 2 + (dist.get_rank() == 2)), lambda buffers: agree_on_buffers(buffers, deadline_s=5)),
+    ):
+        buffers = [
+            buffers_in(vc.fully_shard(made, mesh=mesh))[0]
+            for made, mesh in ((make(), pairs["pair"]), (nn.Linear(4, 2), everyone))
+        ]
+        with pytest.raises(RanksDisagree):
+            check(buffers)
+        agree(everyone, "test", [], deadline_s=5)
