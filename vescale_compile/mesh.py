@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from .runtime.boundary import binding_of
+from .runtime.life import ranks_of
 from .torch_internals.groups import default_store
 
 _sharding_ranks: ContextVar[int] = ContextVar("ranks that fully_shard is sharding over")
@@ -79,6 +80,12 @@ def whole_mesh(param: DTensor) -> DeviceMesh:
     """All ranks that train a sharded parameter: those of its mesh and, with hybrid sharding, of its replicas."""
     binding = binding_of(param)
     return param.device_mesh if binding is None else binding.buffer.mesh
+
+
+def ranks_of_all_shards(mesh: DeviceMesh) -> list[int]:
+    """Those that train what is sharded over ``mesh``: its own and, with hybrid sharding, those of its replicas."""
+    replicated = _meshes().replicated.values()
+    return ranks_of(next((each.whole for each in replicated if each.shard == mesh), mesh))
 
 
 def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParallelMesh:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 import vescale_compile as vc
+from vescale_compile.ragged.placement import RaggedShardError
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -137,6 +138,8 @@ def test_gradients_are_clipped_by_the_norm_of_all_experts_and_the_rest():
     for each in (model, reference):
         each(*models.batches(1, VOCABULARY)[0]).backward()
     models.average_gradients(reference)
+    with pytest.raises(RaggedShardError, match="tensors that other ranks have others of"):
+        clip_grad_norm_(model.parameters(), 0.1)
     expected = clip_grad_norm_(reference.parameters(), 0.1)
     around = [param for name, param in model.named_parameters() if ".experts." not in name]
     squares = [get_total_norm([param.grad for param in params]) ** 2 for params in (experts_of(model), around)]

@@ -66,10 +66,22 @@ def test_shards_of_whole_rows_are_saved_as_hugging_face_saves_them(tmp_path: Pat
         assert torch.equal(saved[name], value), name
 
 
+@pytest.mark.parametrize(
+    ("granularity", "options", "problem"),
+    [
+        (
+            None,
+            {"save_distributed": True},
+            "boxes of it, and HuggingFaceStorageWriter writes one .* Shard between whole",
+        ),
+        (rows, {}, "HuggingFaceStorageWriter has all ranks write the same files: give it save_distributed=True"),
+    ],
+)
 @on_ranks(3)
-def test_shards_that_such_files_have_no_names_for_are_refused_on_every_rank(tmp_path: Path) -> None:
-    model = vc.fully_shard(whole())
-    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
-    with pytest.raises(CheckpointException, match=r"boxes of it, and HuggingFaceStorageWriter .* Shard between whole"):
+def test_what_such_files_would_lose_is_refused_on_every_rank(granularity, options, problem, tmp_path: Path) -> None:
+    model = vc.fully_shard(whole(), granularity=granularity)
+    writer = HuggingFaceStorageWriter(str(tmp_path), **options)
+    with pytest.raises(CheckpointException, match=problem):
         dcp.save(get_model_state_dict(model), storage_writer=writer)
     assert not list(tmp_path.glob("**/*.safetensors"))
+    dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "by another writer")

@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -22,20 +22,22 @@ from vescale_compile.ragged.placement import RaggedShardError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
+_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+
 
 def write_items(name: str, tensor: RaggedDTensor) -> list[WriteItem]:
     """What this rank saves: nothing, if it holds nothing.
 
     Raises:
-        RaggedShardError: it is several boxes, and a HuggingFaceStorageWriter, whose files have one of each name, is to
-            write them: of all but the last it would write nothing.
+        RaggedShardError: it is to be written to safetensors, and would be lost there. Such a file has one box by each
+            name, of several the last; and HuggingFaceStorageWriter has all ranks write the same files, unless it is
+            told otherwise.
     """
-    if len(held := chunks(tensor)) > 1 and _for_files_of_names(inspect.currentframe()):
+    held = chunks(tensor)
+    if held and (problem := _lost_in_safetensors(len(held), tensor, _writer(inspect.currentframe()))):
         raise RaggedShardError(
-            f"[rank {dist.get_rank()}] {name} {tuple(tensor.shape)}: this rank holds elements {tensor.interval}, "
-            f"{len(held)} boxes of it, and HuggingFaceStorageWriter writes one of each tensor. Shard between whole "
-            "rows (fully_shard(granularity=lambda name, param: vc.Elements(param[0].numel()))), or save whole tensors: "
-            "what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gives, "
+            f"[rank {dist.get_rank()}] {name} {tuple(tensor.shape)}: {problem}; or save whole tensors: what "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gives, "
             "called on every rank"
         )
     properties = TensorProperties.create_from_tensor(tensor._local_tensor)
@@ -65,13 +67,29 @@ def box(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:
     raise ValueError(f"{index.fqn}: no box of {tensor!r} starts at {index.offset}")
 
 
-def _for_files_of_names(frame: FrameType | None) -> bool:
-    """Whether a HuggingFaceStorageWriter is to write what is asked for. The planner that asks does not say."""
+def _lost_in_safetensors(boxes: int, tensor: RaggedDTensor, writer: object) -> str:
+    """What is wrong with saving ``tensor``, of which this rank holds so many boxes, by ``writer``; "" if nothing is."""
+    if getattr(writer, "serialization_format", None) != SerializationFormat.SAFETENSORS:
+        return ""
+    kind = type(writer).__name__
+    if boxes > 1:
+        return (
+            f"this rank holds elements {tensor.interval}, {boxes} boxes of it, and {kind} writes one of each tensor to "
+            "safetensors. Shard between whole rows: "
+            "fully_shard(granularity=lambda name, param: vc.Elements(math.prod(param.shape[1:])))"
+        )
+    if not getattr(writer, "save_distributed", True) and tensor.device_mesh.size() > 1:
+        return f"{kind} has all ranks write the same files: give it save_distributed=True"
+    return ""
+
+
+def _writer(frame: FrameType | None) -> object:
+    """That of the ``torch.distributed.checkpoint.save`` which asks, by a planner that does not say."""
     while frame is not None:
-        if any(isinstance(value, HuggingFaceStorageWriter) for value in frame.f_locals.values()):
-            return True
+        if frame.f_globals.get("__name__") == _SAVER and "storage_writer" in frame.f_locals:
+            return frame.f_locals["storage_writer"]
         frame = frame.f_back
-    return False
+    return None
 
 
 def run_to_boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:

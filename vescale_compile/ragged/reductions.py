@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_compile.mesh import ranks_of_all_shards
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.lists import coalesced
 from vescale_compile.ragged.local import (
@@ -141,7 +142,11 @@ def _local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dty
 
 
 def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tensor]) -> dict[DeviceMesh, list[int]]:
-    """Where in the list the tensors of each mesh are, those that every rank holds whole apart."""
+    """Where in the list the tensors of each mesh are, those that every rank holds whole apart.
+
+    Raises:
+        RaggedShardError: they are not all of the same ranks, or placed otherwise.
+    """
     found: dict[DeviceMesh, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, DTensor) or is_replicated(tensor):
@@ -150,6 +155,13 @@ def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tens
             where = f"{tensor.placements} over {tensor.device_mesh}"
             refuse(func, like, f"the list also holds a tensor placed by {where}; redistribute it")
         found.setdefault(tensor.device_mesh, []).append(i)
+    if len(found) > 1 and len({tuple(ranks_of_all_shards(mesh)) for mesh in found}) > 1:
+        refuse(
+            func,
+            like,
+            "the list holds tensors that other ranks have others of (experts, say), so that ranks would come to other "
+            "results. Call it for those of each mesh, and sum up over the ranks that have others",
+        )
     return found
 
 
