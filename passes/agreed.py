@@ -66,6 +66,7 @@ def question(what: str, context: CompileContext) -> str:
             unit.accumulates,
             unit.comm._replace(group="", replicas="", packing="", gradient_packing=""),
             unit.reshard_after_forward,
+            (unit.stride, unit.replica_stride),
         )
         for unit in context.units
     ]

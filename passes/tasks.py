@@ -271,14 +271,9 @@ def _transfer(
 
 
 def _lane(each: Collective, context: CompileContext) -> str:
-    """A communicator of NCCL runs its collectives one after another, on whatever streams; messages fly together.
-
-    Named alike on all ranks, so by the first unit of a group, not by the group.
-    """
-    comm = context.units[each.unit].comm
-    if comm.exchanges:
-        return each.kind
-    return f"the group of {next(unit.name for unit in context.units if unit.comm.group == comm.group)}"
+    """A communicator of NCCL runs its collectives one after another, on whatever streams, and gathers of all groups are
+    launched on one stream, as are reductions on another; messages fly together."""
+    return each.kind if context.units[each.unit].comm.exchanges else "nccl"
 
 
 def _merge(each: Collective, context: CompileContext) -> str | None:

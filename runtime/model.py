@@ -101,9 +101,8 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int, checkpointed: b
         given: bytes of its inputs that may be results of the forwards before it, and are counted with the graph.
         checkpointed: whether it runs again for its backward.
     """
-    models = _models_of(read)
-    others = set(itertools.chain.from_iterable(model.buffers for model in models)).difference(read)
-    forwards = _forwards_of(models)
+    others = buffers_beside(read).difference(read)
+    forwards = _forwards_of(_models_of(read))
     unread = others.difference(*(forward.buffers for forward in forwards))
     # A graph of one layer is called with all that are like it, whichever it was compiled for: in later steps with those
     # before it, too. Which one that is depends on the sizes of this rank's batches.
@@ -127,8 +126,12 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int, checkpointed: b
 
 def trained_bytes(read: Iterable[DBuffer]) -> int:
     """Of the shards with parameters that train, in the models that these buffers are of, on this rank."""
-    buffers = set(itertools.chain.from_iterable(model.buffers for model in _models_of(read)))
-    return sum(buffer.shard.nbytes for buffer in buffers if buffer.trains)
+    return sum(buffer.shard.nbytes for buffer in buffers_beside(read) if buffer.trains)
+
+
+def buffers_beside(read: Iterable[DBuffer]) -> set[DBuffer]:
+    """All buffers of the models that these are of."""
+    return set(itertools.chain.from_iterable(model.buffers for model in _models_of(read)))
 
 
 def kept_beside(forward: Forward) -> int:

@@ -21,7 +21,7 @@ from .runtime.dbuffer import DBuffer
 from .runtime.decisions import Trial, first_decides
 from .runtime.groups import stride_of
 from .runtime.marker import unshard_param
-from .runtime.model import Model, beside, trained_bytes
+from .runtime.model import Model, beside, buffers_beside, trained_bytes
 from .runtime.ops import gives_float32_products
 from .runtime.unshard import ParamView
 from .torch_internals.autograd import in_backward, saves_elsewhere
@@ -126,7 +126,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
     shard = next(iter(positions)).shard
     largest = max((buffer.mesh for buffer in positions), key=DeviceMesh.size)
     decide = first_decides(largest) if trial is None else trial.first_decides(largest)
-    cluster = cluster_for(options.cluster, shard.device, max(unit.graph.comm.world_size for unit in units))
+    # Of all graphs of a model: a calibration, which is of so many ranks, will do for each.
+    ranks = max(buffer.world_size for buffer in {*positions, *buffers_beside(positions)})
+    cluster = cluster_for(options.cluster, shard.device, ranks)
     state_bytes = _STATES * trained_bytes(positions)
     context = CompileContext(
         rank=dist.get_rank(),

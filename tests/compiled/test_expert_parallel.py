@@ -152,6 +152,16 @@ def test_gradients_are_clipped_by_the_norm_of_all_experts_and_the_rest():
 
 
 @on_ranks(4)
+def test_an_optimizer_that_tells_all_ranks_of_a_gradient_is_for_those_of_one_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
+    model = sharded(mesh)
+    model(*models.batches(1, VOCABULARY)[0]).backward()
+    with pytest.raises(ValueError, match=r"over meshes of different ranks.* build an optimizer for each mesh"):
+        vc.optim.AdamW8bit(model.parameters()).step()
+    vc.optim.AdamW8bit(experts_of(model)).step()
+
+
+@on_ranks(4)
 def test_a_checkpoint_holds_the_experts_of_all_ranks_by_names_of_their_own(tmp_path: Path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
     model = sharded(mesh)

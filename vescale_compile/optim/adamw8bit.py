@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from ..mesh import whole_mesh
 from ..planner import Granularity
 from ..ragged.dtensor import RaggedDTensor
+from ..runtime.life import ranks_of
 from .adamw8bit_kernel import Coefficients
 from .adamw8bit_runs import runs_of
 from .adamw8bit_state import Member, check_blocks, check_saved, in_memory_order, loaded_states, new_states
@@ -267,6 +268,11 @@ def _check_all(groups: list[tuple[dict[str, Any], list[Member]]]) -> None:
         for member in members
     ]
     meshes = dict.fromkeys(mesh for _, _, mesh in checked)
+    if len({tuple(ranks_of(mesh)) for mesh in meshes if mesh is not None}) > 1:
+        raise ValueError(
+            "AdamW8bit: its parameters are sharded over meshes of different ranks, which would not all hear of a "
+            "gradient that is unusable: build an optimizer for each mesh, or say check_gradients=False"
+        )
     for mesh in [mesh for mesh in meshes if mesh is not None] or meshes:
         # Parameters that every rank holds whole go with the others: ranks must refuse them together, too.
         check_all_gradients("AdamW8bit", [(name, param) for name, param, over in checked if over in (mesh, None)])
