@@ -188,10 +188,15 @@ def gentle_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def sharded(
-    model: Model, *, compile: str | None = "eager", cluster: Cluster | None = None, **shard_options: Any
+    model: Model,
+    *,
+    compile: str | None = "eager",
+    cluster: Cluster | None = None,
+    shard: Callable[..., nn.Module] = vc.fully_shard,
+    **shard_options: Any,
 ) -> tuple[nn.Module, nn.Module]:
     """The sharded model, and what to call: compiled with the lowering named, or the model itself."""
-    built = vc.fully_shard(build(model), **shard_options)
+    built = shard(build(model), **shard_options)
     if compile is None:
         return built, built
     return built, torch.compile(built, backend="vescale", options={"lowering": compile, "cluster": cluster})

@@ -1,6 +1,7 @@
 """``fully_shard`` over a 2-D mesh: sharded over dimension 1, replicated over dimension 0."""
 
 import copy
+import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,29 @@ def averaged_gradients(data: list[models.Batch], model: models.Model = models.Un
         reference(tokens, labels).backward()
     models.average_gradients(reference)
     return [param.grad for param in reference.parameters()]
+
+
+def assert_accumulated_gradients_are_averaged(model: torch.nn.Module, call: torch.nn.Module) -> None:
+    data = models.batches(3, 11)
+    with vc.no_sync(model):
+        for tokens, labels in data[:-1]:
+            call(tokens, labels).backward()
+    call(*data[-1]).backward()
+    for param, expected in zip(model.parameters(), averaged_gradients(data), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+
+
+def assert_clipped_as_the_unsharded_model(model: torch.nn.Module, call: torch.nn.Module, **how: bool) -> None:
+    data = models.batches(1, 11)
+    call(*data[0]).backward()
+    expected = averaged_gradients(data)
+    norm = clip_grad_norm_(model.parameters(), 0.1, **how)
+    reference = [torch.nn.Parameter(grad.clone()) for grad in expected]
+    for param, grad in zip(reference, expected, strict=True):
+        param.grad = grad
+    torch.testing.assert_close(norm, clip_grad_norm_(reference, 0.1))
+    for param, clipped in zip(model.parameters(), reference, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), clipped.grad, rtol=0, atol=1e-6)
 
 
 def over_replicas(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,6 +134,15 @@ def test_averages_over_the_network_are_predicted_to_go_beside_what_stays_within_
     assert any(after.start < before.stop for before, after in itertools.pairwise(spans))
 
 
+@pytest.mark.slow
+@on_ranks(4, deadline_s=300)
+def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
+    build = functools.partial(models.Uneven, 1)
+    loss, params = test_exactness.compare(build, "inductor", "aot_eager", 11, steps=3, mesh=mesh_of(2, 2))
+    assert loss < 1e-5
+    assert params < 1e-5
+
+
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
 @on_ranks(4)
 def test_a_dimension_of_size_1_is_no_dimension(shape):
@@ -133,29 +166,12 @@ def test_after_three_steps_replicas_hold_equal_parameters(lowering):
 @on_ranks(4)
 def test_gradients_accumulated_under_no_sync_are_averaged_over_all_ranks(lowering):
     torch._dynamo.reset()
-    model, call = models.sharded(models.Uneven, compile=lowering, mesh=mesh_of(2, 2))
-    data = models.batches(3, 11)
-    with vc.no_sync(model):
-        for tokens, labels in data[:-1]:
-            call(tokens, labels).backward()
-    call(*data[-1]).backward()
-    for param, expected in zip(model.parameters(), averaged_gradients(data), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+    assert_accumulated_gradients_are_averaged(*models.sharded(models.Uneven, compile=lowering, mesh=mesh_of(2, 2)))
 
 
 @on_ranks(4)
 def test_a_norm_counts_each_element_once():
-    model, call = models.sharded(models.Uneven, mesh=mesh_of(2, 2))
-    data = models.batches(1, 11)
-    call(*data[0]).backward()
-    expected = averaged_gradients(data)
-    norm = clip_grad_norm_(model.parameters(), 0.1)
-    reference = [torch.nn.Parameter(grad.clone()) for grad in expected]
-    for param, grad in zip(reference, expected, strict=True):
-        param.grad = grad
-    torch.testing.assert_close(norm, clip_grad_norm_(reference, 0.1))
-    for param, clipped in zip(model.parameters(), reference, strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), clipped.grad, rtol=0, atol=1e-6)
+    assert_clipped_as_the_unsharded_model(*models.sharded(models.Uneven, mesh=mesh_of(2, 2)))
 
 
 @on_ranks(4)

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import fake_world, on_ranks
-from test_hybrid_sharding import averaged_gradients, mesh_of
+from test_hybrid_sharding import (
+    assert_accumulated_gradients_are_averaged,
+    assert_clipped_as_the_unsharded_model,
+    mesh_of,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import clip_grad_norm_
 
 import vescale_compile as vc
 from vescale_compile.cost import averaged_over_replicas, collective_cost
@@ -52,8 +55,7 @@ def test_training_is_that_of_the_unsharded_model(lowering, shard):
     torch._dynamo.reset()
     data = models.batches(3, 11)
     reference, expected = models.train_unsharded(models.Uneven, data, "aot_eager" if lowering else None)
-    model = shard(models.build(models.Uneven))
-    call = torch.compile(model, backend="vescale", options={"lowering": lowering}) if lowering else model
+    model, call = models.sharded(models.Uneven, compile=lowering, shard=shard)
     losses = models.train(call, model.parameters(), data)
     assert losses == pytest.approx(expected, rel=1e-6)
     assert models.largest_difference(model, reference) < 1e-6
@@ -90,31 +92,14 @@ def test_layers_that_take_turns_with_others_over_another_mesh_are_compiled_one_b
 @on_ranks(4)
 def test_gradients_accumulated_under_no_sync_are_averaged_over_all_ranks(lowering):
     torch._dynamo.reset()
-    model = layers_over_all(models.build(models.Uneven))
-    call = torch.compile(model, backend="vescale", options={"lowering": lowering}) if lowering else model
-    data = models.batches(3, 11)
-    with vc.no_sync(model):
-        for tokens, labels in data[:-1]:
-            call(tokens, labels).backward()
-    call(*data[-1]).backward()
-    for param, expected in zip(model.parameters(), averaged_gradients(data), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+    assert_accumulated_gradients_are_averaged(*models.sharded(models.Uneven, compile=lowering, shard=layers_over_all))
 
 
 @pytest.mark.parametrize("foreach", [True, False])
 @on_ranks(4)
 def test_gradients_of_all_meshes_are_clipped_together(foreach):
-    model = layers_over_all(models.build(models.Uneven))
-    data = models.batches(1, 11)
-    model(*data[0]).backward()
-    expected = averaged_gradients(data)
-    reference = [nn.Parameter(grad.clone()) for grad in expected]
-    for param, grad in zip(reference, expected, strict=True):
-        param.grad = grad
-    norm = clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
-    torch.testing.assert_close(norm, clip_grad_norm_(reference, 0.1))
-    for param, clipped in zip(model.parameters(), reference, strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), clipped.grad, rtol=0, atol=1e-6)
+    sharded = models.sharded(models.Uneven, compile=None, shard=layers_over_all)
+    assert_clipped_as_the_unsharded_model(*sharded, foreach=foreach)
 
 
 @on_ranks(4)
