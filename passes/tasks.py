@@ -272,7 +272,8 @@ def _transfer(
 
 def _lane(each: Collective, context: CompileContext) -> str:
     """A communicator of NCCL runs its collectives one after another, on whatever streams, and gathers of all groups are
-    launched on one stream, as are reductions on another; messages fly together."""
+    launched on one stream, as are reductions on another. A gather of one group and a reduction of another are taken to
+    wait for each other too. Messages fly together."""
     return each.kind if context.units[each.unit].comm.exchanges else "nccl"
 
 
