@@ -224,6 +224,7 @@ class CompileContext:
         predictions: each graph's time, by the schedule that was found for it.
         summaries: what is known of each final graph.
         decisions: the questions that were put to ``decide``, and what holds.
+        seconds: how long the process whose code a warm start found took to compile it.
         part: which graph the partitioned passes are working on.
     """
 
@@ -257,6 +258,7 @@ class CompileContext:
     predictions: dict[Part, Prediction] = field(default_factory=dict)
     summaries: dict[Part, Summary] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
     part: Part | None = None
 
     @property

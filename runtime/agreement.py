@@ -33,6 +33,7 @@ DEADLINE_S = 300.0
 _GRACE_S = 10.0  # for the first rank to say who is missing
 _MOST_NAMED = 8  # ranks that a message describes one by one
 _MODEL = "sharded model"
+_VALUES = "values of replicas"
 _GRAPH = "compiled graph"
 _OUTSIDE = "outside compiled code"
 _SAME_MODEL = (
@@ -84,15 +85,21 @@ def agree_on_buffers(buffers: Sequence[DBuffer], *, deadline_s: float | None = N
         lines = [*sorted(chain.from_iterable(params)), *chain.from_iterable(layouts)]  # the most telling first
         with _others_hear(meshes[done:], _MODEL):
             agree(mesh, _MODEL, lines, absent=absent, deadline_s=deadline_s)
-        if any(buffer.replicas is not None for buffer in members):
-            sums = [f"unit {each.name}: checksum of this shard {each.checksum()}" for each in members]
-            names = mesh.mesh_dim_names or ()
-            replicas = mesh[names[0]]
-            agree(replicas, "values of replicas", sums, remedy=_SAME_VALUES, absent=absent, deadline_s=deadline_s)
+            if any(buffer.replicas is not None for buffer in members):
+                _agree_on_values(mesh, members, absent, deadline_s)
         for buffer in members:
             if exchanges_directly(buffer.shard.device, buffer.group):
                 connect(buffer.group)
             buffer.agreed = True
+
+
+def _agree_on_values(mesh: DeviceMesh, buffers: Sequence[DBuffer], absent: str, deadline_s: float | None) -> None:
+    sums = [f"unit {each.name}: checksum of this shard {each.checksum()}" for each in buffers]
+    names = mesh.mesh_dim_names or ()
+    with _others_hear([mesh], _VALUES):
+        agree(mesh[names[0]], _VALUES, sums, remedy=_SAME_VALUES, absent=absent, deadline_s=deadline_s)
+    # The replicas of other shards may be equal, and would go on.
+    agree(mesh, _VALUES, ["equal"], remedy="", absent=absent, deadline_s=deadline_s)
 
 
 def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline_s: float) -> None:
@@ -239,7 +246,7 @@ class _Exchange:
         # One rank asks for each of the others: all of them would be too many for the store.
         asking = int(self.store.compare_set(f"{self.prefix}/asking", "", str(self.rank)).decode())
         if asking == self.rank:
-            missing = [rank for rank in self.ranks if not self.store.check([f"{self.prefix}/digest/{rank}"])]
+            missing = self._missing(self.ranks)
         elif (raw := self._read("verdict", grace_s=2 * _GRACE_S)) is not None:
             return json.loads(raw)
         else:
@@ -247,6 +254,13 @@ class _Exchange:
         came = "" if missing else "; all have come, and the first of them has not compared"
         message = f"no answer from {_some(missing or self.ranks[:1])} within {self.deadline_s:g} s{came}. "
         return self._settle({"message": message + self.absent})
+
+    def _missing(self, ranks: list[int]) -> list[int]:
+        """Those that have not come. The store is asked for many at once: of ten thousand ranks few are missing."""
+        if self.store.check([f"{self.prefix}/digest/{rank}" for rank in ranks]):
+            return []
+        half = len(ranks) // 2
+        return [*self._missing(ranks[:half]), *self._missing(ranks[half:])] if half else ranks
 
     def _settle(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """The verdict that holds: the first."""

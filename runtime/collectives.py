@@ -325,7 +325,19 @@ def _on_stream(name: str, device: torch.device, run: Callable[[], object]) -> Pe
     return _Deferred(lambda: torch.accelerator.current_stream(device.index).wait_event(done), uses=run)
 
 
-@functools.cache
+_streams: dict[tuple[str, torch.device], torch.Stream] = {}
+
+
 def _stream(name: str, device: torch.device) -> torch.Stream:
     """High priority, so that communication is not queued behind compute."""
-    return torch.Stream(device, priority=-1)
+    if (name, device) not in _streams:
+        _streams[name, device] = torch.Stream(device, priority=-1)
+    return _streams[name, device]
+
+
+def follow_all(device: torch.device) -> None:
+    """Orders the current stream of ``device`` after all communication there: what raised may have launched some that
+    nobody knows of, and gives its memory back."""
+    for (_, of), stream in _streams.items():
+        if of == device:
+            torch.accelerator.current_stream(device.index).wait_stream(stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals.groups import default_store
@@ -26,9 +27,22 @@ def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
     store, prefix = default_store(), life().prefix(mesh)
 
     def decide(question: str, answer: str) -> str:
-        return store.compare_set(_key(prefix, question), "", answer).decode()
+        return _first_posted(store, _key(prefix, question), answer)
 
     return decide
+
+
+def _first_posted(store: dist.Store, key: str, answer: str) -> str:
+    """What was posted first under a key. A rank with the same answer, as nearly all have, sends and gets a digest."""
+    digest = hashlib.sha256(answer.encode()).hexdigest()
+    if not store.check([key]):
+        store.set(f"{key}/{digest}", answer)
+    held = store.compare_set(key, "", digest).decode()
+    return answer if held == digest else _posted(store, key, held)
+
+
+def _posted(store: dist.Store, key: str, digest: str) -> str:
+    return store.get(f"{key}/{digest}").decode()
 
 
 def _key(prefix: str, question: str) -> str:
@@ -56,9 +70,9 @@ class Trial:
 
         def decide(question: str, answer: str) -> str:
             key = _key(prefix, question)
-            held = store.get(key).decode() if store.check([key]) else answer
+            held = _posted(store, key, store.get(key).decode()) if store.check([key]) else answer
             # One rank may have found no decision where the next finds one: the first of them says what there was.
-            return store.compare_set(_key(own, question), "", held).decode()
+            return _first_posted(store, _key(own, question), held)
 
         return decide
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import courses
+from .collectives import follow_all
 from .ops import end_failed_graph
 from .registered import allocate_registered
 
@@ -123,6 +124,15 @@ def _follow_last_use(device: torch.device) -> None:
         stream.wait_event(done)
 
 
+def _check_not_recorded() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] a compiled graph of sharded parameters was called while a CUDA graph is "
+            "recorded. Which memory it takes, and what it launches ahead for the next, is decided at each call: leave "
+            "out torch.cuda.graph"
+        )
+
+
 _running = False
 """Whether a graph runs now."""
 
@@ -209,13 +219,19 @@ class StepSlots:
         in_course = slots if len(self._turns) > 1 else None
 
         def call(args: list[Any]) -> Any:
+            if gpus:
+                _check_not_recorded()
             with _alone(), courses.running(in_course) as turn:
                 end_failed_graph()
                 for device in gpus:
                     _follow_last_use(device)
-                args.extend(slots.all(turn))
                 try:
+                    args.extend(slots.all(turn))
                     return run(args)
+                except BaseException:
+                    for device in gpus:
+                        follow_all(device)
+                    raise
                 finally:
                     for device in gpus:
                         stream = torch.accelerator.current_stream(device)

@@ -24,7 +24,8 @@ class Options:
     Attributes:
         lowering: ``"inductor"`` generates code; ``"eager"`` runs the graphs' operators one by one, for
             debugging and for bit-exact comparison with ``backend="aot_eager"``.
-        deadline: seconds that a rank waits for the others' word that they compiled the same collectives.
+        deadline: seconds that a rank waits for the others' word that they compiled the same collectives; or three times
+            what its own compilation took, or had taken when its code was put in the cache, where that is longer.
         memory_budget: bytes that a step may take on a rank, optimizer states apart: a number, text such as ``"40GB"``,
             or a share of the GPU's memory such as ``"90%"``, of which two states for each trained parameter are left
             out. What it leaves is used to keep units for the backward that would be gathered again, and to launch

@@ -108,7 +108,7 @@ def fully_shard(
         ``module``.
 
     Raises:
-        RuntimeError: no process group, or the module is compiled.
+        RuntimeError: no process group, or the module is what ``torch.compile`` returned.
         ValueError: nothing to shard, a mesh that does not fit, a parameter that can't be sharded or has a gradient or
             hooks, blocks to quantize that are larger than a parameter.
         TypeError: an argument of another type.

@@ -30,11 +30,15 @@ class Quantizers(NamedTuple):
 
 def check_arguments(module: object, reshard_after_forward: object, mp_policy: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard: module is {type(module).__name__}; give an nn.Module")
+        raise TypeError(
+            f"fully_shard: module is {type(module).__name__}; give an nn.Module (instead of several, which FSDP2 would "
+            "gather together, the one around them: what no unit has is gathered where it is read)"
+        )
     for name, part in module.named_modules():
-        if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
+        if isinstance(part, torch._dynamo.OptimizedModule):
             raise RuntimeError(
-                f"fully_shard: {name or 'the module'} was compiled already. Call fully_shard first, then torch.compile."
+                f"fully_shard: {name or 'the module'} is what torch.compile returned. Call fully_shard first, then "
+                "torch.compile; or compile in place, as module.compile(backend='vescale'), before or after."
             )
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise ValueError(

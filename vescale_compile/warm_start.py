@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import glob
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -53,6 +54,7 @@ class WarmStart:
         self._add_slots = add_slots
         self._examination = examination
         self._found: Mapping[str, Any] | None = None
+        self._began = time.monotonic()
 
     def keep(self, lower: Callable[[], Boxed], part: Part) -> KeptGraph:
         """A graph that ``lower`` lowers, to be called, and to be put in the cache."""
@@ -73,6 +75,11 @@ class WarmStart:
         self._found = found
         self._await_examination()
         return self._add_slots(load(), found["slots"][part])
+
+    def found(self) -> Mapping[str, Any]:
+        """What goes into the cache with each graph, at the end of the compilation."""
+        self.context.seconds = time.monotonic() - self._began
+        return self.context.found()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -137,7 +144,7 @@ class KeptGraph(OutputCode):
         assert self.compilation is not None
         kept = BundledOutputCodeLoadable(self.code)
         kept.pre_save()
-        self.code, self.found = kept.result, self.compilation.context.found()
+        self.code, self.found = kept.result, self.compilation.found()
         if (bundle := self.code._triton_bundle) is not None:
             # Kernels that came out of Inductor's cache are the bundle's own, and can't be kept once they are loaded;
             # their machine code lies in the bundle too.

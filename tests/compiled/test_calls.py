@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_compile as vc
+from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -155,15 +156,22 @@ def numbered(number):
     return forward
 
 
+@pytest.mark.parametrize("order", ["shard, compile", "compile, shard", "compile, run, shard"])
 @on_ranks(2)
-def test_one_compiled_block_serves_every_layer():
+def test_one_compiled_block_serves_every_layer(order):
     """Regional compilation: each block is compiled by itself, the root is not."""
     torch._dynamo.reset()
-    model = vc.fully_shard(models.build(models.Uneven))
-    for layer in model.layers:
-        layer.compile(backend="vescale", options={"lowering": "eager"})
-    data = models.batches(3, 11)
+    model, data = models.build(models.Uneven), models.batches(3, 11)
+    for step in order.split(", "):
+        if step == "shard":
+            vc.fully_shard(model)
+        elif step == "run":
+            model(*data[0])
+        else:
+            for layer in model.layers:
+                layer.compile(backend="vescale", options={"lowering": "eager"})
     losses = models.train(model, model.parameters(), data)
+    assert all(buffer.deadline for layer in model.layers for buffer in buffers_in(layer))  # by compiled graphs
     _, expected = models.train_unsharded(models.Uneven, data, backend=None)
     assert losses == pytest.approx(expected, abs=1e-6)
 

@@ -23,6 +23,7 @@ from vescale_compile.cost import PRESETS, collective_cost
 from vescale_compile.passes.context import Part
 from vescale_compile.passes.summary import Kind
 from vescale_compile.runtime import collectives
+from vescale_compile.runtime.agreement import RanksDisagree, agree, agree_on_buffers
 from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -222,6 +223,19 @@ def test_a_replica_that_begins_with_other_values_is_found(lowering):
     call = torch.compile(model, backend="vescale", options={"lowering": lowering}) if lowering else model
     with pytest.raises(Exception, match=r"rank [23] differs from the others: .*seed all ranks alike"):
         call(*models.batches(1, 11)[0])
+
+
+@on_ranks(4)
+def test_ranks_whose_own_shards_are_equal_hear_of_replicas_that_are_not():
+    model = models.build(models.Uneven)
+    vc.fully_shard(model, mesh=mesh_of(2, 2))
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().add_(1)
+    with pytest.raises(RanksDisagree, match=r"rank 3 differs from the others: .*seed all ranks alike"):
+        agree_on_buffers(buffers_in(model), deadline_s=30)
+    agree(mesh_of(2, 2), "what comes after it", [], deadline_s=10)
 
 
 @on_ranks(4)

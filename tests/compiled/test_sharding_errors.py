@@ -16,12 +16,6 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-def compiled_in_place() -> nn.Module:
-    model = small()
-    model[0].compile()
-    return model
-
-
 def with_a_gradient() -> nn.Module:
     model = small()
     model[1].weight.grad = torch.zeros(2, 2)
@@ -46,9 +40,9 @@ def test_without_a_process_group():
         (
             lambda: vc.fully_shard(torch.compile(small())),
             RuntimeError,
-            "fully_shard first, then torch.compile",
+            "the module is what torch.compile returned",
         ),
-        (lambda: vc.fully_shard(compiled_in_place()), RuntimeError, "0 was compiled already"),
+        (lambda: vc.fully_shard(nn.Sequential(torch.compile(small()))), RuntimeError, "0 is what torch.compile ret"),
         (lambda: vc.fully_shard(torch.jit.script(small())), ValueError, "0 is a torch.jit.ScriptModule, whose code"),
         (
             lambda: vc.fully_shard(nn.Sequential(DistributedDataParallel(small()))),
@@ -62,7 +56,11 @@ def test_without_a_process_group():
             r"\[rank 0\] fully_shard\(Linear\): .*'weight' is sharded already, .* around .* inner modules first",
         ),
         (lambda: vc.fully_shard(nn.ModuleList([small()])), ValueError, "each of its elements"),
-        (lambda: vc.fully_shard([small()]), TypeError, "give an nn.Module"),
+        (
+            lambda: vc.fully_shard([small()]),
+            TypeError,
+            r"give an nn.Module \(instead of several.*the one around",
+        ),
         (lambda: vc.fully_shard(small(), reshard_after_forward=2), TypeError, "give True or False"),
         (
             lambda: vc.fully_shard(small(), mp_policy=torch.bfloat16),

@@ -62,7 +62,9 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     """Of two ranks in a process group that averages, as NCCL's do."""
     streams = Streams()
-    monkeypatch.setattr(collectives, "_stream", functools.cache(lambda name, device: streams.create()))
+    monkeypatch.setattr(collectives, "_streams", {})
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: streams.create())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams.current)
     for name in ("all_gather_single", "reduce_scatter_single"):
         monkeypatch.setattr(collectives, name, lambda *_, name=name, **__: streams.run(name))
@@ -115,6 +117,29 @@ def test_a_graph_follows_the_one_before_it_that_ran_on_another_stream(
         "compute0: two",
         "compute0: two",
     ]
+
+
+def test_what_a_graph_that_raises_has_launched_is_over_before_anything_that_comes_next(
+    gpu: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what nobody knows of, such as a gather before an allocation that failed."""
+    monkeypatch.setattr(pool, "_last_use", {})
+
+    def fail(args: list[torch.Tensor]) -> None:
+        collectives.start_all_gather(memory(4), args[0], dist.group.WORLD)
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.StepSlots().add(fail, [pool.SlotSpec(8, torch.float32, torch.device("cuda", 0))])([])
+    assert gpu.log[-2:] == ["communication0: all_gather_single", "compute0 waits for communication0"]
+
+
+def test_a_graph_is_not_recorded_in_a_cuda_graph(gpu: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    graph = pool.StepSlots().add(lambda args: gpu.run("one"), [pool.SlotSpec(8, torch.float32, torch.device("cuda"))])
+    with pytest.raises(RuntimeError, match=r"\[rank 0\] .*while a CUDA graph is recorded.*leave out torch.cuda.graph"):
+        graph([])
+    assert gpu.log == ["new compute0"]
 
 
 def test_memory_that_grows_is_given_back_to_a_stream_that_comes_after_all_who_used_it(

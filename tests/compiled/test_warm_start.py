@@ -26,6 +26,7 @@ from vescale_compile.passes.context import CompileContext, Part
 from vescale_compile.passes.summary import Summary
 from vescale_compile.report import GraphReport
 from vescale_compile.runtime import decisions
+from vescale_compile.runtime.agreement import agree_on_graph
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -142,6 +143,26 @@ def test_another_process_finds_what_was_compiled(tmp_path):
     assert ALL in [ran for _, ran in cold]
     assert [ran for _, ran in warm] == [[], []]
     assert [losses for losses, _ in warm] == [losses for losses, _ in cold]
+
+
+@on_ranks(2)
+def test_who_finds_what_took_long_to_compile_waits_as_long_for_who_must_compile_it():
+    """As after a host has been replaced, whose ranks alone have cold caches."""
+    waits: list[float] = []
+
+    def agree(*what, deadline_s: float) -> None:
+        waits.append(deadline_s)
+        agree_on_graph(*what, deadline_s=deadline_s)
+
+    with empty_cache(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vescale_compile.backend._MOST_TIMES_AS_LONG", 1e6)
+        patch.setattr("vescale_compile.compiled.agree_on_graph", agree)
+        for expected in (ALL, []):
+            with passes() as ran:
+                trained()
+            assert ran == expected
+    (cold, _, warm, _) = waits
+    assert cold > warm > 0.5 * cold
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ from .inverse_root import NoInverseRoot
 from .layouts import Layout, layout_of, new_state
 from .matrix_optimizer import MatrixOptimizer, Members, members_of
 from .shampoo_blocks import BlockGrid, block_counts, own_blocks
-from .shampoo_step import BlockedShard, Renewed, renewed_factors, step_blocks
+from .shampoo_step import BlockedShard, Renewed, products_are_finite, renewed_factors, step_blocks
 from .shampoo_turns import Turns, turns_of
 from .units import describe, local_elements, local_grad, rank_prefix
 
@@ -34,13 +34,15 @@ class _MatrixStep:
     Attributes:
         param, group, state: the parameter, its group, its state, which may be new.
         shard: views of them.
-        renewed: what was computed already; None if this rank can't step.
+        finite: whether no product of gradients overflows, on their device.
+        renewed: what was computed already; None if a root can't be.
     """
 
     param: Tensor
     group: dict[str, Any]
     state: dict[str, Tensor]
     shard: BlockedShard
+    finite: Tensor
     renewed: Mapping[int, tuple[Renewed, Renewed]] | None
 
 
@@ -202,7 +204,8 @@ class Shampoo(MatrixOptimizer):
             for (param, group), its_turns in zip(groups.items(), turns, strict=True)
             if param in gradients
         ]
-        check({step.param for step in steps if step.renewed is None})
+        # All have been launched by now, so a GPU is waited for once.
+        check({step.param for step in steps if step.renewed is None or not step.finite})
 
         def finish() -> None:
             for step in steps:
@@ -233,11 +236,12 @@ class Shampoo(MatrixOptimizer):
             first_due=[turns.first_due(block, group["frequency"]) for block in blocks],
             rooted=self._rooted[param],
         )
+        finite = products_are_finite(shard)
         try:
             renewed = renewed_factors(shard, int(state["step"]) + 1, group)
         except NoInverseRoot:
             renewed = None
-        return _MatrixStep(param, group, state, shard, renewed)
+        return _MatrixStep(param, group, state, shard, finite, renewed)
 
     def _finish(self, step: _MatrixStep) -> None:
         assert step.renewed is not None  # or the check has raised

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .inverse_root import NoInverseRoot, inverse_root
+from .inverse_root import inverse_root
 from .matrix_optimizer import scalar_lr
 from .shampoo_blocks import Block
 
@@ -55,6 +55,13 @@ class Renewed(NamedTuple):
     root: Tensor
 
 
+def products_are_finite(shard: BlockedShard) -> Tensor:
+    """Whether no product of a block's gradient overflows: one element, which nothing waits for."""
+    norms = [torch.linalg.vector_norm(_of(shard.grad, block)) for block in shard.blocks]
+    # No element of a product is larger than the square of the norm.
+    return torch.isfinite(torch.stack(norms).square()).all() if norms else torch.tensor(True, device="cpu")
+
+
 def renewed_factors(shard: BlockedShard, step: int, options: Mapping[str, Any]) -> dict[int, tuple[Renewed, Renewed]]:
     """Left and right, by block, of the blocks whose inverse roots are due in a step; nothing is changed.
 
@@ -64,24 +71,20 @@ def renewed_factors(shard: BlockedShard, step: int, options: Mapping[str, Any]) 
         step: counted from 1.
 
     Raises:
-        NoInverseRoot: a factor has none, or is not going to be finite.
+        NoInverseRoot: a factor has none.
     """
-    beta2, renewed, norms = options["betas"][1], {}, []
+    beta2, renewed = options["betas"][1], {}
 
     def renew(factor: Tensor, product: Tensor) -> Renewed:
         factor = factor.lerp(product, 1 - beta2)
         return Renewed(factor, inverse_root(factor / (1 - beta2**step), _ROOT, options["ridge"]))
 
     for i, block in enumerate(shard.blocks):
-        grad, since = _of(shard.grad, block), step - shard.first_due[i]
-        norms.append(torch.linalg.vector_norm(grad))
+        since = step - shard.first_due[i]
         if since >= 0 and since % options["frequency"] == 0:
             (left, _), (right, _) = _factors(shard, i)
-            by_left, by_right = _products(grad)
+            by_left, by_right = _products(_of(shard.grad, block))
             renewed[i] = renew(left, by_left), renew(right, by_right)
-    # No element of a product is larger than the square of the norm.
-    if norms and not bool(torch.isfinite(torch.stack(norms).square()).all()):
-        raise NoInverseRoot(f"products of gradients overflow {shard.grad.dtype}")
     return renewed
 
 
