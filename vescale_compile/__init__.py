@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .quantize import MXFP8, BlockFP8, BlockInt8
     from .ragged.dtensor import RaggedDTensor
     from .ragged.placement import RaggedShard
+    from .ragged.save_planner import SavePlanner
     from .rounding import load_rounding_state, rounding_state
     from .runtime.agreement import RanksDisagree, RanksMissing
     from .sharded_class import register_forward_method
@@ -32,6 +33,7 @@ __all__ = [
     "RanksDisagree",
     "RanksMissing",
     "Rows",
+    "SavePlanner",
     "TensorSpec",
     "Whole",
     "explain",
@@ -56,6 +58,7 @@ _HOMES = {
     "RaggedShard": "vescale_compile.ragged.placement",
     "RanksDisagree": "vescale_compile.runtime.agreement",
     "RanksMissing": "vescale_compile.runtime.agreement",
+    "SavePlanner": "vescale_compile.ragged.save_planner",
     "explain": "vescale_compile.inspection",
     "fully_shard": "vescale_compile.sharding",
     "load_rounding_state": "vescale_compile.rounding",
