@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals.groups import default_store
@@ -32,7 +32,7 @@ def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
     return decide
 
 
-def _first_posted(store: dist.Store, key: str, answer: str) -> str:
+def _first_posted(store: Store, key: str, answer: str) -> str:
     """What was posted first under a key. A rank with the same answer, as nearly all have, sends and gets a digest."""
     digest = hashlib.sha256(answer.encode()).hexdigest()
     if not store.check([key]):
@@ -41,7 +41,7 @@ def _first_posted(store: dist.Store, key: str, answer: str) -> str:
     return answer if held == digest else _posted(store, key, held)
 
 
-def _posted(store: dist.Store, key: str, digest: str) -> str:
+def _posted(store: Store, key: str, digest: str) -> str:
     return store.get(f"{key}/{digest}").decode()
 
 

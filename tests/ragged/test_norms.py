@@ -41,6 +41,19 @@ def test_vector_norms_of_every_order(dtype: torch.dtype) -> None:
 
 
 @on_ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dot_of_flattened_tensors(dtype: torch.dtype) -> None:
+    """As Prodigy and D-Adaptation have it."""
+    for full in tensors(dtype):
+        ragged, other = place(full), place(full.cos())
+        found = torch.dot(ragged.flatten(), other.flatten())
+        torch.testing.assert_close(found, torch.dot(full.flatten(), full.cos().flatten()))
+        for mixed in ((ragged.flatten(), full.flatten()), (full.flatten(), ragged.flatten())):
+            with pytest.raises(RaggedShardError, match="is not cut alike"):
+                torch.dot(*mixed)
+
+
+@on_ranks(3)
 def test_vector_norm_options() -> None:
     full = tensors()[0]
     keepdim = torch.linalg.vector_norm(place(full), dim=(0, -1), keepdim=True)

@@ -23,7 +23,6 @@ NEEDS_OTHER_ELEMENTS: dict[str, Callable[[RaggedDTensor], object]] = {
     "cumsum": lambda p: p.cumsum(0),
     "embedding": lambda p: nn.functional.embedding(torch.tensor([1]), p),
     "equal": lambda p: torch.equal(p, p),
-    "flatten": lambda p: p.flatten(),
     "foreach_max": lambda p: torch._foreach_max([p]),
     "indexing": lambda p: p[torch.tensor([0, 1])],
     "item": lambda p: p[0][0].item(),
@@ -44,7 +43,7 @@ NEEDS_OTHER_ELEMENTS: dict[str, Callable[[RaggedDTensor], object]] = {
     "topk": lambda p: p.topk(1),
     "transpose": lambda p: p.t(),
     "unbind": lambda p: p.unbind(),
-    "view": lambda p: p.view(-1),
+    "view": lambda p: p.view(2, 6),
     "view as complex": lambda p: torch.view_as_complex(p),
     "view as another dtype": lambda p: p.view(torch.int32),
 }

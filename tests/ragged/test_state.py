@@ -107,6 +107,16 @@ def test_conversions_and_copies_are_of_the_shard() -> None:
 
 
 @on_ranks(2)
+def test_a_flattened_tensor_is_of_the_same_memory() -> None:
+    _, ragged = in_a_buffer()
+    for flat in (ragged.flatten(), ragged.view(12), ragged.reshape(-1)[::1]):
+        assert flat.to_local().data_ptr() == ragged.to_local().data_ptr()
+        assert torch.equal(flat.full_tensor(), ragged.full_tensor().flatten())
+    ragged.flatten().mul_(2).add_(ragged.clone().flatten())
+    assert torch.equal(ragged.full_tensor().flatten(), ragged.flatten().full_tensor())
+
+
+@on_ranks(2)
 def test_copy_takes_the_slice_of_a_whole_tensor() -> None:
     _, ragged = in_a_buffer()
     for source in (FULL.double(), torch.ones(4, 1), torch.ones(3), torch.tensor(2.0), FULL.t().clone().t()):

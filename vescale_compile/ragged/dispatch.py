@@ -143,6 +143,21 @@ def _like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ra
     return wrap(func(args[0]._local_tensor, *args[1:], **kwargs), args[0]._spec)
 
 
+def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same elements in the same shape, or in one dimension, as optimizers want those that take products of
+    vectors: a run of a row-major tensor is one of the flattened tensor too."""
+    tensor, size = args
+    if tensor.ndim == 1 or tuple(size) not in ((-1,), (tensor.numel(),)):
+        return _alias(func, args, kwargs)
+    flat = RaggedDTensor.from_local(
+        aten.alias.default(tensor._local_tensor),
+        tensor.device_mesh,
+        [RaggedShard((0,), tensor.placement.local_units)],
+        shape=torch.Size((tensor.numel(),)),
+    )
+    return return_and_correct_aliasing(func, args, kwargs, flat)
+
+
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same elements in the same shape."""
     tensor: RaggedDTensor = args[0]
@@ -299,7 +314,8 @@ _HANDLERS: dict[OpOverload, Handler] = {
         _new,
     ),
     **dict.fromkeys((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), _elementwise),
-    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.expand.default, aten.view.default), _alias),
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.expand.default), _alias),
+    aten.view.default: _view,
     **dict.fromkeys((aten.select.int, aten.slice.Tensor), _rows),
     **dict.fromkeys((aten.view_as_real.default, aten.view_as_complex.default), _complex_view),
     aten.copy_.default: _copy,
@@ -335,6 +351,7 @@ _HANDLERS: dict[OpOverload, Handler] = {
     aten._is_any_true.default: reductions.any_here,
     aten.all.default: reductions.all_nonzero,
     aten.any.default: reductions.any_nonzero,
+    aten.dot.default: reductions.dot,
     aten.linalg_vector_norm.default: reductions.vector_norm,
     aten.max.default: reductions.extreme,
     aten.mean.default: reductions.total,

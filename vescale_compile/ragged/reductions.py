@@ -21,6 +21,7 @@ from vescale_compile.ragged.local import (
     is_replicated,
     local_of,
     refuse,
+    same_layout,
     with_defaults,
 )
 
@@ -77,6 +78,18 @@ def total(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     if func is torch.ops.aten.mean.default:
         result = result / tensor.numel()
     return result.to(dtype)
+
+
+def dot(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``torch.dot`` of two flattened tensors, added in at least single precision."""
+    ragged, (first, second) = first_ragged(args, kwargs), args
+    for each in (first, second):
+        if not (isinstance(each, RaggedDTensor) and same_layout(ragged, each)):
+            refuse(func, ragged, "the other tensor is not cut alike")
+        _check_no_gradient(func, each)
+    dtype = torch.float32 if _is_short_float(ragged.dtype) else ragged.dtype
+    here = torch.dot(first._local_tensor.to(dtype), second._local_tensor.to(dtype))
+    return _all_reduce(here, "sum", ragged.device_mesh).to(ragged.dtype)
 
 
 def extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
