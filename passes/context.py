@@ -224,7 +224,7 @@ class CompileContext:
         predictions: each graph's time, by the schedule that was found for it.
         summaries: what is known of each final graph.
         decisions: the questions that were put to ``decide``, and what holds.
-        seconds: how long the process whose code a warm start found took to compile it.
+        seconds: how long it took to compile for Inductor, in another process perhaps, whose code was found.
         part: which graph the partitioned passes are working on.
     """
 

@@ -34,15 +34,20 @@ def first_decides(mesh: DeviceMesh) -> Callable[[str, str], str]:
 
 def _first_posted(store: Store, key: str, answer: str) -> str:
     """What was posted first under a key. A rank with the same answer, as nearly all have, sends and gets a digest."""
-    digest = hashlib.sha256(answer.encode()).hexdigest()
+    digest = _digest(answer)
     if not store.check([key]):
         store.set(f"{key}/{digest}", answer)
-    held = store.compare_set(key, "", digest).decode()
-    return answer if held == digest else _posted(store, key, held)
+    return _posted(store, key, store.compare_set(key, "", digest), answer)
 
 
-def _posted(store: Store, key: str, digest: str) -> str:
-    return store.get(f"{key}/{digest}").decode()
+def _posted(store: Store, key: str, held: bytes, answer: str) -> str:
+    """What was posted under a key that holds this digest, if it is not ``answer``, which one has."""
+    digest = held.decode()
+    return answer if digest == _digest(answer) else store.get(f"{key}/{digest}").decode()
+
+
+def _digest(answer: str) -> str:
+    return hashlib.sha256(answer.encode()).hexdigest()
 
 
 def _key(prefix: str, question: str) -> str:
@@ -70,7 +75,7 @@ class Trial:
 
         def decide(question: str, answer: str) -> str:
             key = _key(prefix, question)
-            held = _posted(store, key, store.get(key).decode()) if store.check([key]) else answer
+            held = _posted(store, key, store.get(key), answer) if store.check([key]) else answer
             # One rank may have found no decision where the next finds one: the first of them says what there was.
             return _first_posted(store, _key(own, question), held)
 

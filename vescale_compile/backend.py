@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,18 +108,18 @@ def vescale(
     if max(buffer.mesh.size() for buffer in buffers) > 1:
         warn_of_unaveraged(gm, example_inputs)
         warn_of_one_unit(buffers)
-    began = time.monotonic()
     with others_hear_of_failures(buffers):
         allow_sizes_that_depend_on_values()
         captured = capture(gm, example_inputs, read, trial)
         run = _lowered(captured, example_inputs, read, on_graph, generate_code)
         report = GraphReport.of(captured)
-    took = max(time.monotonic() - began, captured.context.seconds)
-    check_agreement(captured, max(read.deadline, _MOST_TIMES_AS_LONG * took))
+    patience = max(read.deadline, _MOST_TIMES_AS_LONG * captured.context.seconds)
+    check_agreement(captured, patience)
     if on_compiled is not None:
         on_compiled(report)
     budget = captured.context.memory_budget
-    return CompiledGraph(captured, run, read.deadline, None if budget is None else budget - report.planned_bytes).call
+    spare = None if budget is None else budget - report.planned_bytes
+    return CompiledGraph(captured, run, read.deadline, patience, spare).call
 
 
 @contextlib.contextmanager
@@ -186,7 +185,8 @@ def _lower_inductor(
         version = mark_version(gm, slots)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]
-        with lowered_once(gm, examples, version, deadline):
+        with lowered_once(gm, examples, version, deadline) as waited:
+            warm_start.waited += waited
             return warm_start.keep(functools.partial(inductor_compile_inner, gm, examples, **kwargs), part)
 
     beside = kernels_compiled_beside() if on_cpu else contextlib.nullcontext()

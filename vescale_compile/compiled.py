@@ -32,8 +32,15 @@ class CompiledGraph:
     that looks like the one it captured. The units come from the arguments at each call.
     """
 
-    def __init__(self, captured: Capture, run: Callable[..., Any], deadline: float, spare: int | None) -> None:
-        """``spare`` are the bytes that a memory budget leaves for what other forwards keep; None without a budget."""
+    def __init__(
+        self, captured: Capture, run: Callable[..., Any], deadline: float, patience: float, spare: int | None
+    ) -> None:
+        """
+        Args:
+            deadline: seconds to wait for ranks that have the graph too, if they are there.
+            patience: and for those that may compile it only now.
+            spare: bytes that a memory budget leaves for what other forwards keep; None without a budget.
+        """
         self._units = captured.units
         self._gradients = captured.context.gradients
         self._with_gradient = tuple(
@@ -47,14 +54,15 @@ class CompiledGraph:
         self._left = forward.left_bytes if forward is not None else 0
         self._run = run
         self._deadline = deadline
+        self._patience = patience
         self._spare = spare
 
     def call(self, *args: Any) -> Any:
         buffers = [_buffer_like_captured(unit, args) for unit in self._units]
         if not all(buffer.agreed for buffer in buffers):
-            agree_on_buffers(buffers, deadline_s=self._deadline)
+            agree_on_buffers(buffers, deadline_s=self._patience)
         if self._life is not life():  # with ranks that may compile the graph only now
-            agree_on_graph(buffers, self._alike, deadline_s=self._deadline)
+            agree_on_graph(buffers, self._alike, deadline_s=self._patience)
             self._take_down()
         # By names: layers that share the graph are told apart, and what ranks call their groups plays no part.
         number = zlib.crc32("".join(buffer.name for buffer in buffers).encode())

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,15 @@ from .torch_internals.inductor import caches_generated_code, inductor_cache_fold
 
 _log = logging.getLogger(__name__)
 
-# Who has lowered a graph waits a deadline for the others, so who gives up on it after no more than that, and begins
-# then, is missing where lowering takes longer.
+# Who has lowered a graph waits at least a deadline for the others: who gave up on it after no more than that, and began
+# then, might be missing.
 _PATIENCE = 4
 
 
 @contextlib.contextmanager
-def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], version: str, deadline: float) -> Iterator[None]:
-    """Inside it this process alone, of those with this cache folder, lowers the graph ``gm`` of this ``version``.
+def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], version: str, deadline: float) -> Iterator[float]:
+    """Inside it this process alone, of those with this cache folder, lowers the graph ``gm`` of this ``version``; for
+    which it has waited so many seconds.
 
     A process that dies gives way to the next. One that hangs does not: after ``_PATIENCE`` times the ``deadline`` of
     the agreement that follows, in seconds, the graph is lowered beside it, and the agreement says who is missing.
@@ -37,8 +39,9 @@ def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], version: str, deadli
     be locked, or on GPUs, of which each rank's graph names its own.
     """
     if not caches_generated_code() or any(tensor.device.type != "cpu" for tensor in _tensors(inputs)):
-        yield
+        yield 0.0
         return
+    began = time.monotonic()
     lowered = _record_of(gm, inputs, version)
     lock = filelock.FileLock(lowered.with_suffix(".lock"))
     if not lowered.exists():
@@ -51,7 +54,7 @@ def lowered_once(gm: fx.GraphModule, inputs: Sequence[Any], version: str, deadli
     if lowered.exists():
         lock.release()  # what is in the cache, all may read at once
     try:
-        yield
+        yield time.monotonic() - began
         lowered.touch()
     finally:
         lock.release()

@@ -55,6 +55,7 @@ class WarmStart:
         self._examination = examination
         self._found: Mapping[str, Any] | None = None
         self._began = time.monotonic()
+        self.waited = 0.0  # of that for other ranks of this host, seconds
 
     def keep(self, lower: Callable[[], Boxed], part: Part) -> KeptGraph:
         """A graph that ``lower`` lowers, to be called, and to be put in the cache."""
@@ -78,7 +79,7 @@ class WarmStart:
 
     def found(self) -> Mapping[str, Any]:
         """What goes into the cache with each graph, at the end of the compilation."""
-        self.context.seconds = time.monotonic() - self._began
+        self.context.seconds = time.monotonic() - self._began - self.waited
         return self.context.found()
 
     @contextmanager
@@ -91,8 +92,7 @@ class WarmStart:
                 yield
         finally:
             _compiling.reset(token)
-        if self._found is not None:
-            self.context.resume(self._found)
+        self.context.resume(self._found if self._found is not None else self.found())
 
     def _await_examination(self) -> None:
         """Two threads that examine a CPU at once get it wrong, and look for kernels under other flags."""

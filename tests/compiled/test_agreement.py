@@ -21,7 +21,7 @@ from vescale_compile.runtime.agreement import (
     agree_on_graph,
     tell_of_failure,
 )
-from vescale_compile.runtime.decisions import Trial, first_decides
+from vescale_compile.runtime.decisions import Trial, _first_posted, first_decides
 from vescale_compile.runtime.life import Life, life
 from vescale_compile.sharded_module import buffers_in
 
@@ -138,6 +138,20 @@ def test_what_a_trial_decides_holds_in_it_alone_on_all_ranks():
     if rank == 1:
         assert decide("which order", "another") == "mine"
         assert first_decides(mesh)("which order", "the real one") == "the real one"
+
+
+def test_of_two_ranks_that_decide_at_once_one_has_decided_for_both():
+    store = dist.HashStore()
+    assert _first_posted(store, "key", "one") == "one"
+    with mock.patch.object(dist.HashStore, "check", return_value=False):
+        assert _first_posted(store, "key", "another") == "one"
+
+
+def test_what_a_rank_would_have_decided_itself_is_not_sent_to_it():
+    store = dist.HashStore()
+    _first_posted(store, "key", "long")
+    with mock.patch.object(dist.HashStore, "get", side_effect=AssertionError):
+        assert _first_posted(store, "key", "long") == "long"
 
 
 @on_ranks(2)

@@ -51,6 +51,9 @@ def test_dot_of_flattened_tensors(dtype: torch.dtype) -> None:
         for mixed in ((ragged.flatten(), full.flatten()), (full.flatten(), ragged.flatten())):
             with pytest.raises(RaggedShardError, match="is not cut alike"):
                 torch.dot(*mixed)
+    for unfit in ((ragged.flatten(), ragged.flatten().to(torch.int32)), (place(tensors()[0]), place(tensors()[0]))):
+        with pytest.raises(RaggedShardError, match="one dimension and the same dtype"):
+            torch.dot(*unfit)
 
 
 @on_ranks(3)

@@ -134,6 +134,29 @@ def test_complex_parameters_step_as_unsharded_ones(name: str) -> None:
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
+class OfWholeParameters(optim.Optimizer):
+    """Looks at norms, as LAMB does, and at a dot product with what was before, as Prodigy does."""
+
+    def __init__(self, params: list[torch.nn.Parameter], **form: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["before"], state["moved"] = param.flatten().clone(), torch.zeros_like(param.flatten()[::1])
+            along = torch.dot(param.grad.flatten(), state["before"] - param.flatten())
+            state["moved"].add_(param.grad.flatten(), alpha=1 + along.item())
+            param.sub_(param.grad * (0.1 * param.norm() / param.grad.norm() * (1 + state["moved"].abs().sum())))
+
+
+@on_ranks(3)
+def test_an_optimizer_that_takes_norms_and_dot_products_of_whole_parameters_steps_as_the_unsharded_one() -> None:
+    expected, values = (train(OfWholeParameters, {}, place, SHAPES) for place in (torch.clone, as_ragged))
+    torch.testing.assert_close(values, expected)
+
+
 @on_ranks(2)
 def test_a_step_communicates_nothing_and_keeps_states_sharded() -> None:
     param = torch.nn.Parameter(as_ragged(torch.randn(5, 3)))

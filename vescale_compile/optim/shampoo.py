@@ -204,7 +204,7 @@ class Shampoo(MatrixOptimizer):
             for (param, group), its_turns in zip(groups.items(), turns, strict=True)
             if param in gradients
         ]
-        # All have been launched by now, so a GPU is waited for once.
+        # All have been launched by now: a GPU is waited for once, but for roots that are due.
         check({step.param for step in steps if step.renewed is None or not step.finite})
 
         def finish() -> None:

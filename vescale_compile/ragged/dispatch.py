@@ -1,7 +1,7 @@
 """Which ATen operations a RaggedDTensor knows, and how each runs on the local tensors.
 
 An allow-list. Running any operation on the flat locals would often be wrong without an error
-(``p.norm(dim=1)``, ``p.view(-1)``, ``torch.allclose(p, q)``), so each operation is of one of the kinds
+(``p.norm(dim=1)``, ``p.view(2, -1)``, ``torch.allclose(p, q)``), so each operation is of one of the kinds
 below, or raises RaggedShardError.
 """
 
@@ -144,8 +144,8 @@ def _like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ra
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same elements in the same shape, or in one dimension, as optimizers want those that take products of
-    vectors: a run of a row-major tensor is one of the flattened tensor too."""
+    """The same elements, in the same shape or in one dimension: a run of a row-major tensor is one of the flattened
+    tensor too. Optimizers flatten parameters to take dot products of them."""
     tensor, size = args
     if tensor.ndim == 1 or tuple(size) not in ((-1,), (tensor.numel(),)):
         return _alias(func, args, kwargs)

@@ -86,7 +86,16 @@ def same_layout(first: DTensor, second: object) -> bool:
             f"that at {saved} of the mesh, which has saved it: torch.save writes a rank's own elements. Save on every "
             "rank to a file of its own, or by torch.distributed.checkpoint"
         )
-    return same_mesh and a.placements == b.placements and first.shape == second.shape
+    return same_mesh and first.shape == second.shape and (a.placements == b.placements or _same_runs(first, second))
+
+
+def _same_runs(first: DTensor, second: DTensor) -> bool:
+    """In units of other sizes, as those of a flattened tensor and of a slice of it are."""
+    return (
+        isinstance(first, RaggedDTensor)
+        and isinstance(second, RaggedDTensor)
+        and first.placement.intervals(first.shape) == second.placement.intervals(second.shape)
+    )
 
 
 def is_partial(tensor: DTensor) -> bool:

@@ -81,11 +81,13 @@ def total(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 
 
 def dot(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``torch.dot`` of two flattened tensors, added in at least single precision."""
+    """``torch.dot`` of two tensors of one dimension, added in at least single precision."""
     ragged, (first, second) = first_ragged(args, kwargs), args
     for each in (first, second):
         if not (isinstance(each, RaggedDTensor) and same_layout(ragged, each)):
             refuse(func, ragged, "the other tensor is not cut alike")
+        if each.ndim != 1 or each.dtype != ragged.dtype:
+            refuse(func, ragged, "both tensors must have one dimension and the same dtype")
         _check_no_gradient(func, each)
     dtype = torch.float32 if _is_short_float(ragged.dtype) else ragged.dtype
     here = torch.dot(first._local_tensor.to(dtype), second._local_tensor.to(dtype))
