@@ -99,7 +99,7 @@ def _agree_on_values(mesh: DeviceMesh, buffers: Sequence[DBuffer], absent: str, 
     with _others_hear([mesh], _VALUES):
         agree(mesh[names[0]], _VALUES, sums, remedy=_SAME_VALUES, absent=absent, deadline_s=deadline_s)
     # The replicas of other shards may be equal, and would go on.
-    agree(mesh, _VALUES, ["equal"], remedy=_SAME_VALUES, absent=absent, deadline_s=deadline_s)
+    agree(mesh, _VALUES, [f"{_VALUES}: equal"], remedy=_SAME_VALUES, absent=absent, deadline_s=deadline_s)
 
 
 def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline_s: float) -> None:

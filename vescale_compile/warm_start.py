@@ -79,7 +79,7 @@ class WarmStart:
 
     def found(self) -> Mapping[str, Any]:
         """What goes into the cache with each graph, at the end of the compilation."""
-        self.context.seconds = time.monotonic() - self._began - self.waited
+        self.context.seconds = self._took()
         return self.context.found()
 
     @contextmanager
@@ -92,7 +92,13 @@ class WarmStart:
                 yield
         finally:
             _compiling.reset(token)
-        self.context.resume(self._found if self._found is not None else self.found())
+        if self._found is not None:
+            self.context.resume(self._found)
+        else:
+            self.context.seconds = self._took()
+
+    def _took(self) -> float:
+        return time.monotonic() - self._began - self.waited
 
     def _await_examination(self) -> None:
         """Two threads that examine a CPU at once get it wrong, and look for kernels under other flags."""
