@@ -13,13 +13,13 @@ import time
 import torch
 from options import count
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import vescale_compile as vc
 from vescale_compile.planner import plan_unit
 from vescale_compile.planner.models import PUBLISHED, published
-from vescale_compile.ragged.checkpoint import run_to_boxes
+from vescale_compile.ragged.checkpoint import run_to_items
 from vescale_compile.ragged.placement import RaggedShard
 
 
@@ -31,11 +31,7 @@ def plans_of_ranks(model: str, world_size: int) -> list[SavePlan]:
     for buffer in plan_unit(layer, world_size).buffers:
         for name, shape in ((tensor.name, torch.Size(tensor.shape)) for tensor in buffer.tensors):
             for rank, held in RaggedShard(*buffer.ragged_shard(name)).held(shape).items():
-                for offsets, sizes in run_to_boxes(*held, shape):
-                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    data = TensorWriteData(chunk, TensorProperties(), shape)
-                    index = MetadataIndex(name, chunk.offsets)
-                    items[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                items[rank] += run_to_items(name, *held, shape, TensorProperties())
     return [SavePlan(each) for each in items]
 
 

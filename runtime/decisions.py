@@ -46,13 +46,13 @@ def _posted(store: Store, key: str, held: bytes, answer: str) -> str:
     return answer if digest == _digest(answer) else store.get(f"{key}/{digest}").decode()
 
 
-def _digest(answer: str) -> str:
-    return hashlib.sha256(answer.encode()).hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _key(prefix: str, question: str) -> str:
     """Under which the ranks of a mesh, whose keys have that prefix, post their decision."""
-    return f"{prefix}/decided/{hashlib.sha256(question.encode()).hexdigest()}"
+    return f"{prefix}/decided/{_digest(question)}"
 
 
 class Trial:

@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 from cases import random_layouts, shard, world_mesh
 from ranks import on_ranks, run_on_ranks
 from torch.distributed.checkpoint import default_planner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import vescale_compile as vc
-from vescale_compile.ragged.checkpoint import run_to_boxes
+from vescale_compile.ragged.checkpoint import run_to_boxes, run_to_items
 from vescale_compile.ragged.placement import RaggedShard
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -112,9 +112,8 @@ def test_a_planner_for_many_ranks_takes_other_pieces_too(tmp_path: Path) -> None
 @pytest.mark.parametrize("rows", [[(0, 4), (3, 6)], [(0, 2), (3, 6)], [(0, 3), (3, 7)]], ids=["overlap", "gap", "end"])
 def test_a_planner_for_many_ranks_refuses_pieces_that_are_not_the_whole(rows: list[tuple[int, int]]) -> None:
     def plan(start: int, stop: int) -> SavePlan:
-        chunk = ChunkStorageMetadata(torch.Size((start, 0, 0)), torch.Size((stop - start, *SHAPE[1:])))
-        data = TensorWriteData(chunk, TensorProperties(), torch.Size(SHAPE))
-        return SavePlan([WriteItem(MetadataIndex("x", chunk.offsets), WriteItemType.SHARD, tensor_data=data)])
+        row = math.prod(SHAPE[1:])
+        return SavePlan(run_to_items("x", start * row, stop * row, torch.Size(SHAPE), TensorProperties()))
 
     with pytest.raises(ValueError, match="validat"):
         vc.SavePlanner(flatten_state_dict=False).create_global_plan([plan(*each) for each in rows])

@@ -33,27 +33,32 @@ def write_items(name: str, tensor: RaggedDTensor) -> list[WriteItem]:
             name, of several the last; and HuggingFaceStorageWriter has all ranks write the same files, unless it is
             told otherwise.
     """
-    held = chunks(tensor)
-    if held and (problem := _lost_in_safetensors(len(held), tensor, _writer(inspect.currentframe()))):
+    properties = TensorProperties.create_from_tensor(tensor._local_tensor)
+    items = run_to_items(name, *tensor.interval, tensor.shape, properties)
+    if items and (problem := _lost_in_safetensors(len(items), tensor, _writer(inspect.currentframe()))):
         raise RaggedShardError(
             f"[rank {dist.get_rank()}] {name} {tuple(tensor.shape)}: {problem}; or save whole tensors: what "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gives, "
             "called on every rank"
         )
-    properties = TensorProperties.create_from_tensor(tensor._local_tensor)
+    return items
+
+
+def run_to_items(name: str, start: int, stop: int, shape: torch.Size, properties: TensorProperties) -> list[WriteItem]:
+    """What is saved of the elements [start, stop) of a tensor: a box each."""
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
         )
-        for chunk in held
+        for chunk in _as_chunks(run_to_boxes(start, stop, shape))
     ]
 
 
 def chunks(tensor: RaggedDTensor) -> list[ChunkStorageMetadata]:
     """The boxes that this rank holds, in the order of its local tensor."""
-    return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in _held_boxes(tensor)]
+    return _as_chunks(_held_boxes(tensor))
 
 
 def box(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:
@@ -111,6 +116,10 @@ def run_to_boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
 
 def _in_row(row: int, begin: int, end: int, row_shape: tuple[int, ...]) -> list[Box]:
     return [((row, *offsets), (1, *sizes)) for offsets, sizes in run_to_boxes(begin, end, row_shape)]
+
+
+def _as_chunks(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
 
 def _held_boxes(tensor: RaggedDTensor) -> list[Box]:
