@@ -1,5 +1,6 @@
 """Gradients flow through to_local, from_local, full_tensor and redistribute as they do through DTensor's."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import numbered, shard, world_mesh
@@ -101,6 +102,21 @@ def test_elementwise_operations_are_differentiable() -> None:
     reference = FULL.clone().requires_grad_()
     ((reference * 2).exp().clamp(max=50) / 2).backward(WEIGHT)
     assert_grad(param, reference.grad)
+
+
+@pytest.mark.parametrize("shape", [(12,), (2, 6), (4, 1, 3)])
+@on_ranks(2)
+def test_views_in_other_shapes_are_differentiable(shape: tuple[int, ...]) -> None:
+    param = leaf()
+    param.view(shape).exp().full_tensor().backward(WEIGHT.view(shape))
+    assert_grad(param, WEIGHT * FULL.exp())
+
+
+@on_ranks(2)
+def test_squeezing_is_differentiable() -> None:
+    param = leaf()
+    param[None].squeeze().unsqueeze(1).squeeze(1).exp().full_tensor().backward(WEIGHT)
+    assert_grad(param, WEIGHT * FULL.exp())
 
 
 @on_ranks(2)

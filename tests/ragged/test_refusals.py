@@ -33,7 +33,6 @@ NEEDS_OTHER_ELEMENTS: dict[str, Callable[[RaggedDTensor], object]] = {
     "mean of columns": lambda p: p.mean(1),
     "norm of rows": lambda p: p.norm(dim=1),
     "permute": lambda p: p.permute(1, 0),
-    "reshape": lambda p: p.reshape(3, 4),
     "softmax": lambda p: p.softmax(-1),
     "sort": lambda p: p.sort(),
     "split": lambda p: p.chunk(2),
@@ -43,7 +42,6 @@ NEEDS_OTHER_ELEMENTS: dict[str, Callable[[RaggedDTensor], object]] = {
     "topk": lambda p: p.topk(1),
     "transpose": lambda p: p.t(),
     "unbind": lambda p: p.unbind(),
-    "view": lambda p: p.view(2, 6),
     "view as complex": lambda p: torch.view_as_complex(p),
     "view as another dtype": lambda p: p.view(torch.int32),
 }

@@ -116,6 +116,31 @@ def test_a_flattened_tensor_is_of_the_same_memory() -> None:
     assert torch.equal(ragged.full_tensor().flatten(), ragged.flatten().full_tensor())
 
 
+@pytest.mark.parametrize("shape", [(2, 6), (3, 4), (1, 4, 3), (4, 1, 3), (2, 2, 3), (12,), (4, 3)])
+@on_ranks(2)
+def test_a_view_in_another_shape_is_of_the_same_elements(shape: tuple[int, ...]) -> None:
+    _, ragged = in_a_buffer()
+    for view in (ragged.view(shape), ragged.reshape(*shape[:-1], -1)):
+        assert view.to_local().data_ptr() == ragged.to_local().data_ptr()
+        assert torch.equal(view.full_tensor(), FULL.view(shape))
+    assert_same(ragged.view(shape).view(4, 3), ragged)
+
+
+@on_ranks(2)
+def test_a_dimension_of_size_1_can_be_added_and_taken_away() -> None:
+    _, ragged = in_a_buffer()
+    for added in (ragged[None], ragged.unsqueeze(1), ragged.unsqueeze(-1)):
+        for taken in (added.squeeze(), added.squeeze(added.shape.index(1)), added.squeeze((0, 1, 2))):
+            assert_same(taken, ragged)
+    assert_same(ragged.squeeze(), ragged)
+
+
+@on_ranks(2)
+def test_no_view_has_another_number_of_elements() -> None:
+    with pytest.raises(RuntimeError, match="invalid for input of size 12"):
+        shard(FULL, LAYOUT).view(5, 3)
+
+
 @on_ranks(2)
 def test_copy_takes_the_slice_of_a_whole_tensor() -> None:
     _, ragged = in_a_buffer()

@@ -144,18 +144,17 @@ def _like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ra
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same elements, in the same shape or in one dimension: a run of a row-major tensor is one of the flattened
-    tensor too. Optimizers flatten parameters to take dot products of them."""
-    tensor, size = args
-    if tensor.ndim == 1 or tuple(size) not in ((-1,), (tensor.numel(),)):
-        return _alias(func, args, kwargs)
-    flat = RaggedDTensor.from_local(
-        aten.alias.default(tensor._local_tensor),
-        tensor.device_mesh,
-        [RaggedShard((0,), tensor.placement.local_units)],
-        shape=torch.Size((tensor.numel(),)),
-    )
-    return return_and_correct_aliasing(func, args, kwargs, flat)
+    """The same elements in another shape: a run of the row-major flattened tensor is one whatever shape it is seen in.
+    Optimizers flatten parameters to take dot products of them, say, and gradients are viewed back."""
+    tensor: RaggedDTensor = args[0]
+    local = aten.alias.default(tensor._local_tensor)
+    shape = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs).shape
+    if shape == tensor.shape:
+        view = wrap(local, tensor._spec)
+    else:
+        placement = tensor.placement.viewed(tensor.shape, shape)
+        view = RaggedDTensor.from_local(local, tensor.device_mesh, [placement], shape=shape)
+    return return_and_correct_aliasing(func, args, kwargs, view)
 
 
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,7 +314,17 @@ _HANDLERS: dict[OpOverload, Handler] = {
     ),
     **dict.fromkeys((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), _elementwise),
     **dict.fromkeys((aten.alias.default, aten.detach.default, aten.expand.default), _alias),
-    aten.view.default: _view,
+    **dict.fromkeys(
+        (
+            aten._unsafe_view.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.unsqueeze.default,
+            aten.view.default,
+        ),
+        _view,
+    ),
     **dict.fromkeys((aten.select.int, aten.slice.Tensor), _rows),
     **dict.fromkeys((aten.view_as_real.default, aten.view_as_complex.default), _complex_view),
     aten.copy_.default: _copy,

@@ -94,6 +94,16 @@ class RaggedShard(Placement):
             )
         return unit
 
+    def viewed(self, shape: Sequence[int], other: Sequence[int]) -> RaggedShard:
+        """That of a tensor of `shape` seen in the shape `other`: of the same runs, in as few dimensions as that allows.
+
+        Raises:
+            ValueError: a tensor of `shape` can't be cut this way.
+        """
+        unit = self.unit_numel(shape)
+        fewest = next(dims for dims in range(len(other) + 1) if unit % max(math.prod(other[dims:]), 1) == 0)
+        return RaggedShard(range(fewest), self.local_units)
+
     def intervals(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Each rank's ``(start, stop)`` in the row-major flattened tensor of `shape`, in rank order.
 
