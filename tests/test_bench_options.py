@@ -59,6 +59,7 @@ def test_options_that_make_no_sense_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "option"), [("planner.py", "--repeats"), ("timeline.py", "--seq")], ids=["planner", "timeline"]
 )

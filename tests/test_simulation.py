@@ -49,6 +49,12 @@ def usual() -> Simulation:
     return simulated()
 
 
+@pytest.fixture(scope="module")
+def fed() -> Simulation:
+    """Of devices whose hosts launch in no time."""
+    return simulated(cluster=AT_ONCE)
+
+
 def test_the_same_arguments_give_the_same_prediction(usual):
     assert simulated() == usual
 
@@ -66,7 +72,7 @@ def test_a_step_is_computation_what_is_exposed_and_the_optimizers(usual):
 def test_nothing_is_computed_during_launches():
     def taking(seconds: float) -> Simulation:
         measured = {kind: MeasuredCollective(1e-6, 1e12, launch=seconds) for kind in ("all_gather", "reduce_scatter")}
-        return simulated(cluster=replace(H100, measured=measured))
+        return simulated(small(), cluster=replace(H100, measured=measured))
 
     none, long = taking(0.0), taking(1.0)
     spans = [span for part in long.graphs[0].parts.values() for span in part.prediction.transfers]
@@ -74,23 +80,23 @@ def test_nothing_is_computed_during_launches():
     assert long.step_seconds - none.step_seconds == pytest.approx(launches, rel=1e-3)
 
 
-def test_the_device_starves_where_its_host_takes_longer_and_the_simulation_says_so(usual):
-    starved, fed = usual, simulated(cluster=AT_ONCE)
+def test_the_device_starves_where_its_host_takes_longer_and_the_simulation_says_so(usual, fed):
+    starved = usual
     assert starved.starved_seconds > 0 == fed.starved_seconds
     assert fed.step_seconds < starved.step_seconds
     assert re.search(r"starved +[1-9]", str(starved)) and re.search(r"starved +0", str(fed))
 
 
-def test_a_host_takes_time_for_each_parameter_before_the_forward_after_the_backward_and_in_the_update(usual):
+def test_a_host_takes_time_for_each_parameter_before_the_forward_after_the_backward_and_in_the_update(usual, fed):
     with torch.device("meta"):
         parameters = len(list(Llama(CONFIG).parameters()))
     (graph,) = usual.graphs
-    (fed,) = simulated(cluster=AT_ONCE).graphs
+    (fed_graph,) = fed.graphs
     each = {part: summary.prediction.issued / parameters for part, summary in graph.parts.items()}
     assert each[Part.FORWARD] > host.PARAMETER_READ and each[Part.BACKWARD] > host.PARAMETER_GRADIENT
     graphs = sum(each.values()) * parameters
     assert usual.step_seconds >= graphs + parameters * host.PARAMETER_UPDATE
-    assert {summary.prediction.issued for summary in fed.parts.values()} == {0.0}
+    assert {summary.prediction.issued for summary in fed_graph.parts.values()} == {0.0}
 
 
 def test_a_model_is_cut_as_for_the_devices_that_it_is_simulated_on():
@@ -146,13 +152,13 @@ def test_more_ranks_have_smaller_shards_and_states(usual):
     assert many.state_bytes == 2 * many.trained_bytes
 
 
-def test_a_model_is_simulated_over_replicas():
+def test_a_model_is_simulated_over_replicas(usual):
     """Of two nodes, each of which shards it."""
 
     def shard(model: nn.Module) -> nn.Module:
         return vc.fully_shard(model, mesh=init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard")))
 
-    alone, twice = simulated(cluster="h100"), simulated(cluster="h100", world_size=16, shard=shard)
+    alone, twice = usual, simulated(cluster="h100", world_size=16, shard=shard)
     assert twice.trained_bytes == alone.trained_bytes
     assert twice.communication_seconds > alone.communication_seconds
 
@@ -183,13 +189,13 @@ def test_a_model_is_left_as_it_is_and_no_process_group_remains():
 
 def test_models_that_run_beside_it_do_not_share_its_memory():
     with fake_world(8):
-        model = vc.fully_shard(Llama(CONFIG))
+        model = vc.fully_shard(Llama(replace(CONFIG, layers=1)))
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
         before = call(tokens, tokens).item()
-        simulated(Llama(LlamaConfig(layers=2, dim=64, heads=4, kv_heads=2)))
+        simulated(Llama(replace(CONFIG, layers=1, dim=64)))
         assert call(tokens, tokens).item() == before
-        assert not any(is_fake(memory.tensor) for memory in pool._memories.values())
+        assert pool._memories and not any(is_fake(memory.tensor) for memory in pool._memories.values())
 
 
 def test_tied_parameters_stay_tied():
@@ -300,7 +306,7 @@ def test_a_budget_may_be_a_share_of_the_devices_memory_less_two_states_of_what_t
 
 def test_a_share_of_memory_that_nobody_knows_is_an_error():
     with pytest.raises(GraphError, match=r"\[rank 0\] .*memory_budget='90%': how much memory 'cpu' has .* give bytes"):
-        simulated(cluster=cluster_for(None, torch.device("cpu"), 8), memory_budget="90%")
+        simulated(small(), cluster=cluster_for(None, torch.device("cpu"), 8), memory_budget="90%")
 
 
 def test_a_fake_group_of_another_size_is_refused():

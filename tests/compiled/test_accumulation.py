@@ -16,6 +16,8 @@ import vescale_compile as vc
 from vescale_compile.runtime import collectives
 from vescale_compile.sharded_module import buffers_in
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 MICRO_BATCHES = 3
 
 

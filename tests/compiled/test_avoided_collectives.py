@@ -66,6 +66,7 @@ def test_what_is_sent_of_a_slot_that_nothing_was_written_to_is_finite():
     assert torch.isfinite(slot).all()
 
 
+@pytest.mark.slow
 def test_cuda_graphs_are_off_and_one_warning_says_so(caplog):
     backend._warn_of_cudagraphs.cache_clear()
     seen = []

@@ -18,6 +18,8 @@ from vescale_compile.passes.context import Part
 from vescale_compile.runtime import crossing
 from vescale_compile.schedule.early import IN_FLIGHT
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 OPTIONS = {"lowering": "eager", "cluster": models.SLOW_WIRE}
 UNITS = 3
 IN_A_STEP = 3 * UNITS - 1
@@ -268,7 +270,6 @@ def test_one_rank_alone_may_write():
     assert all(map(torch.equal, gradients(model), of_first_batch()))
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_may_train_a_model_of_its_own_between_a_forward_and_its_backward():
     data = models.batches(1, 11)[0]

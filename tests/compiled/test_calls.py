@@ -1,5 +1,6 @@
 """Ways of calling a compiled model: other shapes, no gradients, several models, several forwards."""
 
+import functools
 import subprocess
 import sys
 import textwrap
@@ -19,40 +20,45 @@ from vescale_compile.sharded_module import buffers_in
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 
-def unsharded(model: models.Model = models.Uneven, backend: str = "aot_eager"):
-    built = models.build(model)
-    return built, torch.compile(built, backend=backend)
-
-
 def one_layer() -> nn.Module:
     return models.Uneven(1)
+
+
+STEPS = 5
+
+
+@functools.cache
+def unsharded_run(seed: int = 0):
+    """`one_layer` unsharded, after five batches, and its losses, which several tests compare with."""
+    return models.train_unsharded(functools.partial(models.build, one_layer, seed), models.batches(STEPS, 11))
+
+
+@functools.cache
+def unsharded_run_of_shapes(*shapes: tuple[int, int]):
+    """So, after a batch of each shape."""
+    data = [models.batches(1, 11, shape=shape)[0] for shape in shapes]
+    return models.train_unsharded(one_layer, data, backend=None)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @on_ranks(2)
 def test_batches_of_other_shapes_train_exactly(dynamic):
     torch._dynamo.reset()
-    data = [models.batches(1, 11, shape=shape)[0] for shape in [(2, 5), (3, 5), (4, 7), (2, 5)]]
+    shapes = [(2, 5), (3, 5), (4, 7), (2, 5)]
+    data = [models.batches(1, 11, shape=shape)[0] for shape in shapes]
     model = vc.fully_shard(models.build(one_layer))
     call = torch.compile(model, backend="vescale", options={"lowering": "eager"}, dynamic=dynamic)
     losses = models.train(call, model.parameters(), data)
-    reference = models.build(one_layer)
-    compiled = torch.compile(reference, backend="aot_eager", dynamic=dynamic)
-    optimizer = models.sgd(reference.parameters())
-    for (tokens, labels), ours in zip(data, losses, strict=True):
-        loss = compiled(tokens, labels)
-        loss.backward()
-        models.average_gradients(reference)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert abs(loss.item() - ours) < 1e-6
+    reference, expected = unsharded_run_of_shapes(*shapes)
+    for ours, theirs in zip(losses, expected, strict=True):
+        assert abs(ours - theirs) < 1e-6
     assert models.largest_difference(model, reference) < 1e-6
 
 
 @on_ranks(2)
 def test_one_rank_may_compile_again_for_a_batch_of_another_shape():
     torch._dynamo.reset()
-    model, call = models.sharded(models.Uneven)
+    model, call = models.sharded(one_layer)
     shapes = [(2, 5), (2, 5), (2, 5) if dist.get_rank() == 0 else (3, 6), (2, 5)]
     for shape in shapes:
         call(*models.batches(1, 11, shape=shape)[0]).backward()
@@ -63,7 +69,7 @@ def test_one_rank_may_compile_again_for_a_batch_of_another_shape():
 def test_a_step_between_forward_and_backward_is_an_error_as_without_sharding():
     for compile in ("eager", None):
         torch._dynamo.reset()
-        model, call = models.sharded(models.Uneven, compile=compile)
+        model, call = models.sharded(one_layer, compile=compile)
         batch = models.batches(1, 11)[0]
         call(*batch).backward()
         loss = call(*batch)
@@ -87,29 +93,27 @@ def test_a_second_derivative_through_parameters_is_refused():
 @on_ranks(2)
 def test_evaluation_between_steps_sees_the_current_parameters():
     torch._dynamo.reset()
-    model, call = models.sharded(models.Uneven)
-    reference, compiled = unsharded()
-    data = models.batches(4, 11)
-    optimizers = [models.sgd(model.parameters()), models.sgd(reference.parameters())]
-    for (tokens, labels), mode in zip(data, [torch.no_grad, torch.inference_mode] * 2, strict=True):
-        call(tokens, labels).backward()
-        compiled(tokens, labels).backward()
-        models.average_gradients(reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    model, call = models.sharded(one_layer)
+    optimizer = models.sgd(model.parameters())
+    data = models.batches(STEPS, 11)
+    _, expected = unsharded_run()
+    modes = [torch.no_grad, torch.inference_mode] * 2
+    for batch, following, theirs, mode in zip(data[:-1], data[1:], expected[1:], modes, strict=True):
+        call(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         with mode():
-            assert call(tokens, labels).item() == compiled(tokens, labels).item()
+            assert call(*following).item() == theirs  # of which the next step is made, with these parameters
 
 
 @on_ranks(2)
 def test_two_forwards_then_one_backward():
     torch._dynamo.reset()
     model, call = models.sharded(models.Uneven)
-    reference, compiled = unsharded()
+    reference = models.build(models.Uneven)
     one, two = models.batches(2, 11)
-    (call(*one) + call(*two)).backward()
-    (compiled(*one) + compiled(*two)).backward()
+    for each in (call, reference):
+        (each(*one) + each(*two)).backward()
     models.average_gradients(reference)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert (ours.grad.full_tensor() - theirs.grad).abs().max() < 1e-7
@@ -118,32 +122,25 @@ def test_two_forwards_then_one_backward():
 @on_ranks(2)
 def test_a_second_model_of_the_same_class_uses_its_own_parameters():
     torch._dynamo.reset()
-    data = models.batches(2, 11)
+    data = models.batches(STEPS, 11)
     for seed in (0, 1):
-        model = vc.fully_shard(models.build(models.Uneven, seed))
+        model = vc.fully_shard(models.build(one_layer, seed))
         call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
         losses = models.train(call, model.parameters(), data)
-        reference = models.build(models.Uneven, seed)
-        optimizer = models.sgd(reference.parameters())
-        compiled = torch.compile(reference, backend="aot_eager")
-        for (tokens, labels), ours in zip(data, losses, strict=True):
-            loss = compiled(tokens, labels)
-            assert loss.item() == ours
-            loss.backward()
-            models.average_gradients(reference)
-            optimizer.step()
-            optimizer.zero_grad()
+        assert losses == unsharded_run(seed)[1]
 
 
 @on_ranks(1)
 def test_dynamo_compiles_as_many_sharded_classes_as_others():
     """Its recompile limit is that of a code object."""
     torch._dynamo.reset()
-    limit = torch._dynamo.config.recompile_limit
+    limit = 2
     counters["stats"].clear()
-    for number in range(limit + 1):
-        model = vc.fully_shard(type(f"Numbered{number}", (models.Uneven,), {"forward": numbered(number)})(layers=1))
-        torch.compile(model, backend="vescale", options={"lowering": "eager"})(*models.batches(1, 11)[0])
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        for number in range(limit + 1):
+            sharded = type(f"Numbered{number}", (models.Uneven,), {"forward": numbered(number)})(layers=1)
+            call = torch.compile(vc.fully_shard(sharded), backend="vescale", options={"lowering": "eager"})
+            call(*models.batches(1, 11)[0])
     assert counters["stats"]["unique_graphs"] == limit + 1
 
 
@@ -208,8 +205,8 @@ def test_parameters_grouped_into_units_otherwise_than_at_capture_give_the_same_n
 @on_ranks(2)
 def test_a_whole_step_in_one_function_has_its_update_outside_of_what_is_compiled():
     torch._dynamo.reset()
-    data = models.batches(3, 11)
-    model, _ = models.sharded(models.Uneven, compile=None)
+    data = models.batches(STEPS, 11)
+    model, _ = models.sharded(one_layer, compile=None)
     optimizer = models.sgd(model.parameters())
 
     def step(tokens, labels, update):
@@ -220,7 +217,7 @@ def test_a_whole_step_in_one_function_has_its_update_outside_of_what_is_compiled
         return loss
 
     compiled = torch.compile(step, backend="vescale", options={"lowering": "eager"})
-    reference, expected = models.train_unsharded(models.Uneven, data)
+    reference, expected = unsharded_run()
     losses = [compiled(*batch, torch.compiler.disable(optimizer.step)).item() for batch in data]
     assert losses == expected
     assert models.largest_difference(model, reference) == 0.0
@@ -231,11 +228,10 @@ def test_a_whole_step_in_one_function_has_its_update_outside_of_what_is_compiled
 
 @on_ranks(2)
 def test_clipping_between_backward_and_step_is_that_of_the_whole_gradient():
-    model, call = models.sharded(models.Uneven)
-    reference, compiled = unsharded()
-    data = models.batches(1, 11)[0]
-    call(*data).backward()
-    compiled(*data).backward()
+    model, call = models.sharded(one_layer)
+    reference = models.build(one_layer)
+    for each in (call, reference):
+        each(*models.batches(1, 11)[0]).backward()
     models.average_gradients(reference)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
@@ -247,7 +243,7 @@ def test_clipping_between_backward_and_step_is_that_of_the_whole_gradient():
 @on_ranks(2)
 def test_unfreezing_a_parameter_takes_effect():
     torch._dynamo.reset()
-    model, call = models.sharded(models.Uneven)
+    model, call = models.sharded(one_layer)
     weight = model.get_parameter("head.weight")
     weight.requires_grad_(False)
     call(*models.batches(1, 11)[0]).backward()

@@ -8,6 +8,8 @@ import torch
 from ranks import on_ranks
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 class Decayed(torch.autograd.Function):
     """Its gradient is of the parameter alone."""
@@ -44,9 +46,7 @@ class Zero(Layers):
         return (x @ (self.layers[2].weight * 0 + 1)).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("program", "lowering"), [(OfTheParameter, "eager"), pytest.param(Zero, "inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("program", "lowering"), [(OfTheParameter, "eager"), (Zero, "inductor")])
 @on_ranks(2)
 def test_gradients_that_do_not_depend_on_the_loss(program, lowering):
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 from unittest import mock
 
 import models
@@ -41,6 +42,10 @@ def sharded(
 
 
 CHECKPOINTED = functools.partial(models.CheckpointedLayers, models.DEEP, reentrant=False)
+
+
+STEADY, CHANGING = (12, 12, 12), (12, 12, 12, 11, 10, 12, 10, 10)
+"""Lengths of batches. A layer is compiled again for each new one: after those it knows, and after another new one."""
 
 
 def data_of(*lengths: int) -> list[models.Batch]:
@@ -89,6 +94,36 @@ def known(build: models.Model = models.deep, **options: bool) -> tuple[nn.Module
     return model, batch
 
 
+class Noted(NamedTuple):
+    """What a forward and its backward do: see `logged`. And how often anything was copied in either."""
+
+    forward: list[str]
+    backward: list[str]
+    copied: int
+
+
+@functools.cache
+def noted(build: models.Model = models.deep, **options: bool) -> Noted:
+    """Of a step of a model that is known."""
+    model, batch = known(build, **options)
+    with (
+        mock.patch.object(Tensor, "clone", autospec=True, side_effect=Tensor.clone) as clone,
+        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as copy,
+    ):
+        with logged(model) as forward:
+            loss = model(*batch)
+        with logged(model) as backward:
+            loss.backward()
+    return Noted(forward, backward, clone.call_count + copy.call_count)
+
+
+@functools.cache
+def losses_of_four_steps() -> list[float]:
+    """Of which `known` takes the first two, with the same batch."""
+    model, _ = sharded()
+    return models.train(model, model.parameters(), data_of(12) * 4)
+
+
 class Broken(models.Uneven):
     def __init__(self) -> None:
         super().__init__(models.DEEP)
@@ -108,10 +143,7 @@ class Broken(models.Uneven):
 )
 @on_ranks(2)
 def test_each_graph_of_a_forward_launches_the_first_gather_of_the_next(build, options):
-    model, batch = known(build, **options)
-    with logged(model) as log:
-        model(*batch)
-    assert log == [
+    assert noted(build, **options).forward == [
         *("graph", "gather 0", "gather 1"),
         *("graph", "gather 2"),
         *("graph", "gather 3"),
@@ -121,11 +153,7 @@ def test_each_graph_of_a_forward_launches_the_first_gather_of_the_next(build, op
 
 @on_ranks(2)
 def test_so_does_each_of_a_backward_while_what_the_last_one_reduces_is_in_flight():
-    model, batch = known()
-    loss = model(*batch)
-    with logged(model) as log:
-        loss.backward()
-    assert log == [
+    assert noted().backward == [
         *("graph", "gather 3", "gather 2", "leave"),
         *("graph", "gather 1", "leave"),
         *("graph", "wait", "gather 0", "leave"),
@@ -136,7 +164,7 @@ def test_so_does_each_of_a_backward_while_what_the_last_one_reduces_is_in_flight
 def trains_as_unsharded(build: models.Model, data: list[models.Batch], **shard_options: object) -> None:
     model, _ = sharded(build, **shard_options)
     losses = models.train(model, model.parameters(), data)
-    unsharded, reference = models.train_unsharded(build, data)
+    unsharded, reference = models.train_unsharded(build, data, backend=None)
     assert losses == pytest.approx(reference, rel=1e-6)
     assert models.largest_difference(model, unsharded) < 1e-6
 
@@ -166,19 +194,19 @@ class Wandering(models.Uneven):
 
 
 @pytest.mark.parametrize(
-    "build",
+    ("build", "lengths"),
     [
-        models.deep,
-        CHECKPOINTED,
-        functools.partial(models.CheckpointedLayers, models.DEEP, reentrant=True),
-        TwoKinds,
-        Wandering,
+        (models.deep, CHANGING),
+        (CHECKPOINTED, CHANGING),
+        (functools.partial(models.CheckpointedLayers, models.DEEP, reentrant=True), CHANGING),
+        (TwoKinds, CHANGING),
+        (Wandering, (12, 12, 12, 11, 10, 12, 9, 9)),
     ],
     ids=["layers", "checkpointed", "reentrant", "two_kinds", "wandering"],
 )
 @on_ranks(2)
-def test_numbers_are_those_of_the_unsharded_model(build):
-    trains_as_unsharded(build, data_of(12, 12, 12, 11, 10, 12, 9, 9))
+def test_numbers_are_those_of_the_unsharded_model(build, lengths):
+    trains_as_unsharded(build, data_of(*lengths))
 
 
 @on_ranks(2)
@@ -188,19 +216,17 @@ def test_so_they_are_where_parameters_are_kept_for_the_backward():
 
 @on_ranks(4)
 def test_so_they_are_over_replicas():
-    trains_as_unsharded(
-        models.deep, data_of(12, 12, 12), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    trains_as_unsharded(models.deep, data_of(*STEADY), mesh=mesh)
 
 
 @on_ranks(2)
 def test_so_they_are_with_quantized_gathers():
     model, _ = sharded(quantize=vc.BlockInt8(block=8))
-    whole = vc.fully_shard(models.build(models.deep), quantize=vc.BlockInt8(block=8))
-    call = torch.compile(whole, backend="vescale", options={"lowering": "eager"})
-    data = data_of(12, 12, 12)
+    uncompiled = vc.fully_shard(models.build(models.deep), quantize=vc.BlockInt8(block=8))
+    data = data_of(*STEADY)
     losses = models.train(model, model.parameters(), data)
-    assert losses == pytest.approx(models.train(call, whole.parameters(), data), rel=1e-6)
+    assert losses == pytest.approx(models.train(uncompiled, uncompiled.parameters(), data), rel=1e-6)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -215,12 +241,7 @@ def test_so_they_are_where_one_rank_compiles_a_layer_again(reshard):
 @pytest.mark.parametrize(("build", "reshard"), [(models.deep, True), (models.deep, False), (CHECKPOINTED, False)])
 @on_ranks(2)
 def test_what_is_gathered_ahead_is_copied_nowhere(build, reshard):
-    model, batch = known(build, reshard_after_forward=reshard)
-    with (
-        mock.patch.object(Tensor, "clone", side_effect=AssertionError),
-        mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError),
-    ):
-        model(*batch).backward()
+    assert noted(build, **({} if reshard else {"reshard_after_forward": False})).copied == 0
 
 
 @on_ranks(2)
@@ -239,8 +260,8 @@ def test_what_is_written_between_two_forwards_is_what_the_second_reads():
 @on_ranks(2)
 def test_after_a_forward_and_a_backward_that_raised_training_goes_on():
     """What they have launched is waited for, and not taken for something else."""
+    expected = losses_of_four_steps()[2:]
     model, batch = known()
-    reference, _ = known()
 
     def fail(*_: object) -> None:
         raise ValueError("of the program")
@@ -252,30 +273,29 @@ def test_after_a_forward_and_a_backward_that_raised_training_goes_on():
             model(*batch).backward()
         hook.remove()
     model.zero_grad()
-    losses = models.train(model, model.parameters(), [batch] * 2)
-    assert losses == models.train(reference, reference.parameters(), [batch] * 2)
+    assert models.train(model, model.parameters(), [batch] * 2) == expected
 
 
 @on_ranks(2)
 def test_a_rank_alone_may_be_profiled():
+    expected = losses_of_four_steps()[2:]
     model, batch = known()
     profiler = torch.profiler.profile() if dist.get_rank() == 0 else contextlib.nullcontext()
-    reference, _ = known()
     with profiler:
         losses = models.train(model, model.parameters(), [batch] * 2)
-    assert losses == models.train(reference, reference.parameters(), [batch] * 2)
+    assert losses == expected
 
 
 @on_ranks(2)
 def test_models_may_take_turns():
     """As a student and its teacher do, whose layers are as large."""
-    student, batch = known()
-    teacher, _ = known()
-    reference, _ = known()
-    (expected,) = models.train(reference, reference.parameters(), [batch])
-    for loss in (expected, models.train(reference, reference.parameters(), [batch])[0]):
+    *_, third, fourth = losses_of_four_steps()
+    (student, _), (teacher, _), (batch,) = sharded(), sharded(), data_of(12)
+    for model in (student, teacher):
+        models.train(model, model.parameters(), [batch] * 2)
+    for loss in (third, fourth):
         with torch.no_grad():
-            assert teacher(*batch).item() == expected
+            assert teacher(*batch).item() == third
         assert models.train(student, student.parameters(), [batch]) == [loss]
 
 

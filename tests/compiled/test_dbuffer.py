@@ -167,6 +167,7 @@ def test_registered_memory_is_true_or_false():
         torch.compile(nn.Linear(2, 2), backend="vescale", options={"registered_memory": "yes"})(torch.ones(1, 2))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_slots_of_the_backward_are_allocated_with_those_of_the_forward():
     torch._dynamo.reset()
@@ -183,6 +184,7 @@ def test_slots_of_the_backward_are_allocated_with_those_of_the_forward():
     assert max(slot.offset for slot in backward) > max(slot.offset for slot in forward) > 0
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_with_registered_memory_every_slot_is_the_process_groups():
     """The process group's allocator is played by the test: gloo has none."""

@@ -1,5 +1,6 @@
 """``vc.explain``: what is known of a compiled model before its first step."""
 
+import functools
 import inspect
 
 import models
@@ -20,10 +21,13 @@ from vescale_compile.runtime import crossing, pool
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 
+WORDS = 11  # that all of these models know
+
+
 def explained(reshard: bool = True, build: models.Model = models.llama, **options):
     torch._dynamo.reset()
     model = vc.fully_shard(models.build(build), reshard_after_forward=reshard)
-    return model, vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager", **options})
+    return model, vc.explain(model, *models.batches(1, WORDS)[0], options={"lowering": "eager", **options})
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,7 @@ def test_what_is_launched_further_ahead_where_communication_takes_long_does_not_
 def test_layers_that_are_gathered_in_parts_share_slots_of_three_layers_at_most():
     with fake_world(2):
         torch._dynamo.reset()
-        model = vc.fully_shard(Llama(LlamaConfig(layers=6, dim=512, heads=8, kv_heads=4)))
+        model = vc.fully_shard(Llama(LlamaConfig(layers=4, dim=512, heads=8, kv_heads=4)))
         (graph,) = vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager"}).graphs
     parts = [unit.gathered_bytes for unit in graph.units if unit.name.startswith("layers.1#")]
     assert len(parts) == 4
@@ -89,7 +93,7 @@ def test_no_two_buffers_are_in_a_slot_at_a_time(usual):
 
 def test_kept_parameters_are_memory_of_their_own():
     with fake_world(2):
-        _, report = explained(reshard=False)
+        _, report = explained(reshard=False, build=models.Uneven)
     (graph,) = report.graphs
     kept = graph.parts[Part.FORWARD].peak.parameters
     assert kept == sum(unit.gathered_bytes for unit in graph.units)
@@ -129,38 +133,43 @@ class Attention(torch.nn.Module):
         return x + torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
 
-def test_attention_that_runs_again_in_the_backward_has_its_result_in_the_peak():
+@functools.cache
+def attention(again: bool) -> GraphReport:
+    """Of two sequences of 256 tokens, on GPUs."""
     torch._dynamo.reset()
-    x = torch.randn(2, 256, 32)
     with fake_world(2):
-        (graph,) = vc.explain(vc.fully_shard(Attention()), x, options={"lowering": "eager"}).graphs
+        options = {"lowering": "eager", "cluster": "h100"}
+        (graph,) = vc.explain(vc.fully_shard(Attention(again)), torch.randn(2, 256, 32), options=options).graphs
+    return graph
+
+
+def test_attention_that_runs_again_in_the_backward_has_its_result_in_the_peak():
+    tokens = 2 * 256 * 32 * torch.float32.itemsize
     # The batch, what the first layer returned, queries, keys and values, and the result.
-    assert graph.parts[Part.FORWARD].peak.nbytes > (1 + 1 + 3 + 1) * x.nbytes
+    assert attention(again=True).parts[Part.FORWARD].peak.nbytes > (1 + 1 + 3 + 1) * tokens
 
 
 def test_attention_that_runs_again_in_the_backward_takes_its_time_twice():
-    with fake_world(2):
-        times = []
-        for again in (False, True):
-            torch._dynamo.reset()
-            model = vc.fully_shard(Attention(again))
-            (graph,) = vc.explain(model, torch.randn(2, 256, 32), options={"cluster": "h100"}).graphs
-            times.append({part: summary.prediction.compute for part, summary in graph.parts.items()})
-    once, twice = times
+    once, twice = (
+        {part: summary.prediction.compute for part, summary in attention(again).parts.items()}
+        for again in (False, True)
+    )
     assert twice[Part.FORWARD] == pytest.approx(once[Part.FORWARD], rel=0.2)
     assert twice[Part.BACKWARD] > once[Part.BACKWARD] + 0.5 * once[Part.FORWARD]
 
 
-def test_sizes_that_are_symbols_count_as_at_capture(usual):
+def test_sizes_that_are_symbols_count_as_at_capture():
     with fake_world(2):
+        _, static_report = explained(build=models.one_layer_llama)
         torch._dynamo.reset()
-        model = vc.fully_shard(models.build(models.llama))
-        batch = models.batches(1, 64)[0]
+        model = vc.fully_shard(models.build(models.one_layer_llama))
+        batch = models.batches(1, WORDS)[0]
         for tensor in batch:
             torch._dynamo.mark_dynamic(tensor, 1)
         report = vc.explain(model, *batch, options={"lowering": "eager"})
     dynamic, static = (
-        {part: summary.peak.activations for part, summary in found.graphs[0].parts.items()} for found in (report, usual)
+        {part: summary.peak.activations for part, summary in found.graphs[0].parts.items()}
+        for found in (report, static_report)
     )
     assert dynamic == pytest.approx(static, rel=0.02) and static[Part.FORWARD] > 0
 
@@ -173,8 +182,8 @@ def test_slots_are_what_the_report_says_and_are_freed_with_the_graphs():
     torch._dynamo.reset()
     gc.collect()
     before = sum(memory.tensor.nbytes for memory in pool._memories.values() if memory.tensor is not None)
-    model, report = explained()
-    torch.compile(model, backend="vescale", options={"lowering": "eager"})(*models.batches(1, 64)[0]).backward()
+    model, report = explained(build=models.deep)
+    torch.compile(model, backend="vescale", options={"lowering": "eager"})(*models.batches(1, WORDS)[0]).backward()
     held = sum(memory.tensor.nbytes for memory in pool._memories.values() if memory.tensor is not None)
     assert (before, held) == (0, report.graphs[0].slot_bytes)
     del model
@@ -186,10 +195,10 @@ def test_slots_are_what_the_report_says_and_are_freed_with_the_graphs():
 @on_ranks(2)
 def test_explaining_changes_nothing():
     torch.manual_seed(0)
-    model = vc.fully_shard(models.build(models.one_layer_llama))
+    model = vc.fully_shard(models.build(models.Uneven))
     before = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
     state = torch.get_rng_state()
-    vc.explain(model, *models.batches(1, 64)[0], options={"lowering": "eager"})
+    vc.explain(model, *models.batches(1, WORDS)[0], options={"lowering": "eager"})
     assert torch.equal(torch.get_rng_state(), state)
     assert all(param.grad is None for param in model.parameters())
     assert all(torch.equal(before[name], param.full_tensor()) for name, param in model.named_parameters())
@@ -208,9 +217,10 @@ def test_a_model_that_was_compiled_in_place_is_explained_and_stays_compiled():
 def test_a_model_may_be_explained_as_often_as_one_likes():
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         pytest.skip("this PyTorch counts what vc.explain compiles against Dynamo's recompile limit")
-    with fake_world(2):
+    limit = 2
+    with fake_world(2), torch._dynamo.config.patch(recompile_limit=limit):
         model = vc.fully_shard(torch.nn.Linear(4, 2))
-        for count in range(torch._dynamo.config.recompile_limit + 1):
+        for count in range(limit + 1):
             assert vc.explain(model, torch.ones(3, 4), options={"memory_budget": 2**20 + count}).graphs
 
 
@@ -256,12 +266,14 @@ def test_the_prediction_is_the_schedules_timeline(usual):
 
 def test_a_graph_with_nothing_to_communicate_is_predicted_to_compute():
     with fake_world(1):
-        _, report = explained()
+        _, report = explained(build=models.Uneven)
     assert all(part.prediction.seconds >= part.prediction.compute > 0 for part in report.graphs[0].parts.values())
 
 
 def test_a_model_that_is_not_sharded_has_nothing_to_explain():
     torch._dynamo.reset()
-    report = vc.explain(models.build(models.llama), *models.batches(1, 64, rank=0)[0], options={"lowering": "eager"})
+    report = vc.explain(
+        models.build(models.Uneven), *models.batches(1, WORDS, rank=0)[0], options={"lowering": "eager"}
+    )
     assert report.graphs == ()
     assert "call fully_shard" in str(report)

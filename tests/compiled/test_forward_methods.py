@@ -11,6 +11,8 @@ from torch import nn
 
 import vescale_compile as vc
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 class Autoencoder(nn.Module):
     """Has parameters of its own, which its methods read."""

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import vescale_compile as vc
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 SHARD = {"fsdp2": fully_shard, "ours": vc.fully_shard}
 Training = tuple[nn.Module, nn.Module, torch.optim.Optimizer]
 

@@ -124,7 +124,8 @@ def test_the_backward_is_verified_before_the_forward_runs(tmp_path):
     assert len(list(tmp_path.glob(f"rank{dist.get_rank()}/*/*-backward-after-verify.py"))) == 1
 
 
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2, deadline_s=300)
 def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowering):
     torch._dynamo.reset()

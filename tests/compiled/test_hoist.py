@@ -9,6 +9,8 @@ from torch.func import functional_call
 
 import vescale_compile as vc
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 class Gated(nn.Module):
     """Its cell runs for some batches only. ``how`` says where the cell's parameters are read."""

@@ -3,8 +3,10 @@
 import copy
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import models
 import pytest
@@ -28,9 +30,16 @@ from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
+one_layer = functools.partial(models.Uneven, 1)
+
 
 def mesh_of(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def over_nodes(model: torch.nn.Module) -> torch.nn.Module:
+    """All of it over two ranks, twice."""
+    return vc.fully_shard(model, mesh=mesh_of(2, 2))
 
 
 def averaged_gradients(data: list[models.Batch], model: models.Model = models.Uneven) -> list[torch.Tensor]:
@@ -42,14 +51,44 @@ def averaged_gradients(data: list[models.Batch], model: models.Model = models.Un
     return [param.grad for param in reference.parameters()]
 
 
-def assert_accumulated_gradients_are_averaged(model: torch.nn.Module, call: torch.nn.Module) -> None:
+class Steps(NamedTuple):
+    """Gradients accumulated over three batches, and what three steps gave after that."""
+
+    accumulated: list[torch.Tensor]
+    losses: list[float]
+    params: dict[str, torch.Tensor]
+    shards: dict[str, torch.Tensor]  # this rank's, by unit
+
+
+@functools.cache
+def stepped(lowering: str | None, shard: Callable[[torch.nn.Module], torch.nn.Module]) -> Steps:
+    """Of one compilation, of which several tests look at something each."""
+    torch._dynamo.reset()
+    model, call = models.sharded(models.Uneven, compile=lowering, shard=shard)
     data = models.batches(3, 11)
     with vc.no_sync(model):
         for tokens, labels in data[:-1]:
             call(tokens, labels).backward()
     call(*data[-1]).backward()
-    for param, expected in zip(model.parameters(), averaged_gradients(data), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+    accumulated = [param.grad.full_tensor() for param in model.parameters()]
+    model.zero_grad()
+    losses = models.train(call, model.parameters(), data)
+    params = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+    return Steps(accumulated, losses, params, {each.name: each.shard.detach().clone() for each in buffers_in(model)})
+
+
+def assert_accumulated_gradients_are_averaged(steps: Steps) -> None:
+    for found, expected in zip(steps.accumulated, averaged_gradients(models.batches(3, 11)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def assert_trained_as_the_unsharded_model(steps: Steps, backend: str | None, **tolerance: float) -> None:
+    """With losses that are as near as said."""
+    reference, expected = test_exactness.reference_run(models.Uneven, backend, 11, 3, models.sgd)
+    assert steps.losses == pytest.approx(expected, **tolerance)
+    assert list(steps.params) == [name for name, _ in reference.named_parameters()]
+    for name, param in reference.named_parameters():
+        torch.testing.assert_close(steps.params[name], param.detach(), rtol=0, atol=1e-6)
 
 
 def assert_clipped_as_the_unsharded_model(model: torch.nn.Module, call: torch.nn.Module, **how: bool) -> None:
@@ -84,10 +123,8 @@ def test_parameters_are_sharded_over_dimension_1_alone():
 @pytest.mark.parametrize("lowering", ["eager", None])
 @on_ranks(4)
 def test_training_is_that_of_the_unsharded_model(lowering):
-    reference = "aot_eager" if lowering else None
-    loss, params = test_exactness.compare("Uneven", lowering, reference, 11, steps=3, mesh=mesh_of(2, 2))
-    assert loss < 1e-6
-    assert params < 1e-6
+    backend = "aot_eager" if lowering else None
+    assert_trained_as_the_unsharded_model(stepped(lowering, over_nodes), backend, rel=0, abs=1e-6)
 
 
 @on_ranks(4)
@@ -102,7 +139,7 @@ def test_gradients_of_a_llama_are_averaged_over_all_ranks():
 
 @on_ranks(4)
 def test_averages_over_replicas_are_counted_as_a_profiler_counts_them():
-    graphs, step, profile = counted(models.Uneven, "eager", 11, mesh=mesh_of(2, 2))
+    graphs, step, profile = counted(one_layer, "eager", 11, mesh=mesh_of(2, 2))
     assert graphs == step, (graphs - step, step - graphs)
     averaged = profile.collectives["all_reduce"].payload_bytes
     assert averaged == total(graphs, Kind.ALL_REDUCE) == total(graphs, Kind.REDUCE_SCATTER) / 2
@@ -138,8 +175,7 @@ def test_averages_over_the_network_are_predicted_to_go_beside_what_stays_within_
 @pytest.mark.slow
 @on_ranks(4, deadline_s=300)
 def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
-    build = functools.partial(models.Uneven, 1)
-    loss, params = test_exactness.compare(build, "inductor", "aot_eager", 11, steps=3, mesh=mesh_of(2, 2))
+    loss, params = test_exactness.compare(one_layer, "inductor", "aot_eager", 11, steps=3, mesh=mesh_of(2, 2))
     assert loss < 1e-5
     assert params < 1e-5
 
@@ -147,7 +183,7 @@ def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
 @on_ranks(4)
 def test_a_dimension_of_size_1_is_no_dimension(shape):
-    loss, params = test_exactness.compare("Uneven", "eager", "aot_eager", 11, steps=3, mesh=mesh_of(*shape))
+    loss, params = test_exactness.compare(one_layer, "eager", "aot_eager", 11, steps=3, mesh=mesh_of(*shape))
     assert loss < 1e-6
     assert params < 1e-6
 
@@ -155,32 +191,27 @@ def test_a_dimension_of_size_1_is_no_dimension(shape):
 @pytest.mark.parametrize("lowering", ["eager", None])
 @on_ranks(4)
 def test_after_three_steps_replicas_hold_equal_parameters(lowering):
-    torch._dynamo.reset()
-    model, call = models.sharded(models.Uneven, compile=lowering, mesh=mesh_of(2, 2))
-    models.train(call, model.parameters(), models.batches(3, 11))
-    for buffer in buffers_in(model):
-        first, second = over_replicas(buffer.shard)
-        assert torch.equal(first, second), buffer.name
+    for name, shard in stepped(lowering, over_nodes).shards.items():
+        first, second = over_replicas(shard)
+        assert torch.equal(first, second), name
 
 
 @pytest.mark.parametrize("lowering", ["eager", None])
 @on_ranks(4)
 def test_gradients_accumulated_under_no_sync_are_averaged_over_all_ranks(lowering):
-    torch._dynamo.reset()
-    assert_accumulated_gradients_are_averaged(*models.sharded(models.Uneven, compile=lowering, mesh=mesh_of(2, 2)))
+    assert_accumulated_gradients_are_averaged(stepped(lowering, over_nodes))
 
 
 @on_ranks(4)
 def test_a_norm_counts_each_element_once():
-    assert_clipped_as_the_unsharded_model(*models.sharded(models.Uneven, mesh=mesh_of(2, 2)))
+    assert_clipped_as_the_unsharded_model(*models.sharded(models.Uneven, compile=None, mesh=mesh_of(2, 2)))
 
 
 @on_ranks(4)
 def test_a_checkpoint_saved_over_2_by_2_loads_over_2_by_2_and_over_4(tmp_path: Path):
-    torch._dynamo.reset()
-    saved, call = models.sharded(models.Uneven, mesh=mesh_of(2, 2))
+    saved = over_nodes(models.build(models.Uneven))
     optimizer = models.adamw(saved.parameters())
-    call(*models.batches(1, 11)[0]).backward()
+    saved(*models.batches(1, 11)[0]).backward()
     optimizer.step()
     weights, states = get_state_dict(saved, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
@@ -241,7 +272,6 @@ def test_ranks_whose_own_shards_are_equal_hear_of_replicas_that_are_not(odd):
 
 @on_ranks(4)
 def test_what_pads_the_shards_of_replicas_is_equal_however_their_memory_came_to_be():
-    torch._dynamo.reset()
     with torch.device("meta"):
         model = models.Uneven()
     vc.fully_shard(model, mesh=mesh_of(2, 2))
@@ -250,8 +280,7 @@ def test_what_pads_the_shards_of_replicas_is_equal_however_their_memory_came_to_
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.5)
-    call = torch.compile(model, backend="vescale", options={"lowering": "eager"})
-    call(*models.batches(1, 11)[0]).backward()
+    model(*models.batches(1, 11)[0]).backward()
 
 
 @on_ranks(4)
@@ -293,7 +322,7 @@ def test_replicas_ask_the_same_questions_where_collectives_are_the_backends_own(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "exchanges_directly", lambda device, group: False)
         patch.setattr("vescale_compile.capture.first_decides", lambda mesh: decide)
-        _, call = models.sharded(models.Uneven, mesh=mesh_of(2, 2))
+        _, call = models.sharded(one_layer, mesh=mesh_of(2, 2))
         call(*models.batches(1, 11)[0]).backward()
     of_all: list[list[str]] = [[]] * 4
     dist.all_gather_object(of_all, asked)

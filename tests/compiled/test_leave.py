@@ -37,6 +37,7 @@ def backward_of(model: models.Model = models.deep, **shard_options):
     return graph.parts[Part.BACKWARD]
 
 
+# Models that tests shard alike run what Dynamo compiled for the first: what has it forget that comes last in this file.
 def after_backward(lowering: str = "eager", built: models.Model = models.deep, **shard_options):
     """A model whose gradients have just been computed, and how to compute them once more."""
     model = vc.fully_shard(models.build(built), **shard_options)
@@ -61,10 +62,9 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 @functools.cache
 def reference(steps: int = 1) -> list[torch.Tensor]:
     """Gradients of the unsharded model, averaged over the ranks, of as many equal steps."""
-    torch._dynamo.reset()
     model = models.build(models.deep)
     for _ in range(steps):
-        torch.compile(model, backend="aot_eager")(*models.batches(1, 11)[0]).backward()
+        model(*models.batches(1, 11)[0]).backward()
     models.average_gradients(model)
     return [param.grad for param in model.parameters()]
 
@@ -140,15 +140,6 @@ def test_where_autograd_looks_for_nan_nothing_is_left():
 
 
 @on_ranks(2)
-def test_where_generated_code_looks_for_nan_nothing_is_left():
-    torch._dynamo.reset()  # or a graph that was compiled before would serve
-    with torch._inductor.config.patch(nan_asserts=True):
-        model, _ = after_backward()
-    torch._dynamo.reset()
-    assert arriving(model) == []
-
-
-@on_ranks(2)
 def test_where_nccl_looks_for_nan_it_finds_none_in_what_pads_gradients_that_were_quantized():
     torch.use_deterministic_algorithms(True)  # fills with NaN what is allocated
     try:
@@ -208,11 +199,10 @@ def test_a_reduction_that_failed_fails_whoever_reads_it():
 
 @on_ranks(2)
 def test_a_fused_optimizer_trains_as_on_the_unsharded_model():
-    torch._dynamo.reset()
     data = models.batches(4, 11)
     model, unsharded = vc.fully_shard(models.build(models.deep)), models.build(models.deep)
-    calls = torch.compile(model, backend="vescale", options=OPTIONS), torch.compile(unsharded, backend="aot_eager")
-    for each, call in zip((model, unsharded), calls, strict=True):
+    compiled = torch.compile(model, backend="vescale", options=OPTIONS)
+    for each, call in ((model, compiled), (unsharded, unsharded)):
         optimizer = torch.optim.AdamW(each.parameters(), fused=True)
         for batch in data:
             call(*batch).backward()
@@ -251,3 +241,11 @@ def test_a_profiler_may_end_before_the_gradients_are_read():
             backward()
         assert in_flight() == 0
         assert all(map(torch.equal, gradients(model), reference()))
+
+
+@on_ranks(2)
+def test_where_generated_code_looks_for_nan_nothing_is_left():
+    torch._dynamo.reset()  # or a graph that was compiled before would serve
+    with torch._inductor.config.patch(nan_asserts=True):
+        model, _ = after_backward()
+    assert arriving(model) == []

@@ -82,6 +82,7 @@ class Classifier(nn.Module):
         return (loss, logits) if self.tells else (loss,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tells", [True, False])
 def test_generated_code_takes_what_was_planned_whether_logits_are_a_result_or_only_kept_for_the_backward(tells):
     inputs = torch.randn(512, 8), torch.zeros(512, dtype=torch.int64)

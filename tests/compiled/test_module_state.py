@@ -15,6 +15,8 @@ import vescale_compile as vc
 from vescale_compile.runtime import agreement
 from vescale_compile.sharded_module import buffers_in
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 @on_ranks(3)
 def test_state_dict_has_the_original_names_and_values():

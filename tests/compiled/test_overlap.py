@@ -1,10 +1,12 @@
 """Communication beside computation: what is launched when, and that a step runs so."""
 
 import contextlib
+import functools
 import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 from unittest import mock
 
 import models
@@ -153,42 +155,52 @@ def test_an_option_that_makes_no_sense_is_refused(option, value):
         explained(**{option: value})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
-@on_ranks(2, deadline_s=300)
-def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowering):
-    graph = explained(lowering=lowering, cluster=models.SLOW_WIRE)
+class Trained(NamedTuple):
+    """Losses, and what communication the next step launches and waits for, each with the number of its unit."""
+
+    losses: list[float]
+    ran: list[tuple[str, int]]
+
+
+CLUSTERS = {
+    "slow": models.SLOW_WIRE,
+    "fast": replace(models.SLOW_WIRE, within=PRESETS["h100"](2).within, between=PRESETS["h100"](2).within),
+}
+
+
+@functools.cache
+def trained(lowering: str, wire: str = "slow") -> Trained:
     torch._dynamo.reset()
-    model = vc.fully_shard(models.build(models.deep))
-    call = torch.compile(model, backend="vescale", options={"lowering": lowering, "cluster": models.SLOW_WIRE})
-    data = models.batches(1, 11)[0]
-    call(*data).backward()
+    model, call = models.sharded(models.deep, compile=lowering, cluster=CLUSTERS[wire])
+    data = models.batches(4, 11)
+    losses = models.train(call, model.parameters(), data)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
-        call(*data).backward()
+        call(*data[0]).backward()
     ran = []
     for event in sorted(trace.events(), key=lambda event: event.time_range.start):
         if found := re.match(r"vescale::((start|wait|carry|take|leave)_(all_gather|reduce_scatter))$", event.name):
             operator, role, kind = found.groups()
             arguments = [each.name for each in getattr(torch.ops.vescale, operator).default._schema.arguments]
             unit = event.concrete_inputs[arguments.index("unit")]
-            ran.append(f"{role.replace('start', 'launch')} {kind} of {graph.units[unit].name}")
+            ran.append((f"{role.replace('start', 'launch')} {kind}", unit))
+    return Trained(losses, ran)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@on_ranks(2, deadline_s=300)
+def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowering):
+    graph = explained(lowering=lowering, cluster=models.SLOW_WIRE)
+    ran = [f"{what} of {graph.units[unit].name}" for what, unit in trained(lowering).ran]
     assert ran == [event for part in graph.parts.values() for event in part.schedule]
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
-    losses = []
-    for cluster in (
-        models.SLOW_WIRE,
-        replace(models.SLOW_WIRE, within=PRESETS["h100"](2).within, between=PRESETS["h100"](2).within),
-    ):
-        torch._dynamo.reset()
-        model = vc.fully_shard(models.build(models.deep))
-        call = torch.compile(model, backend="vescale", options={"lowering": "eager", "cluster": cluster})
-        losses.append(models.train(call, model.parameters(), models.batches(4, 11)))
+    overlapped, waiting = (trained("eager", wire).losses for wire in ("slow", "fast"))
     _, reference = models.train_unsharded(models.deep, models.batches(4, 11))
-    assert losses[0] == losses[1] == reference
+    assert overlapped == waiting == reference
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ import vescale_compile as vc
 from vescale_compile import backend
 from vescale_compile.torch_internals.inductor_reads import reads_known_by_their_writes
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 @torch.library.custom_op("tests::fill", mutates_args={"out"})
 def fill(out: Tensor, value: Tensor) -> None:
@@ -104,7 +106,6 @@ class Halved(nn.Module):
         return (x * self.gain).square().mean() + sum((w * w.flip(0).detach()).sum() for w in weights) / 1024
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("program", "shape"), [(Reversed, (4, 32)), (Gated, (8, 16)), (Halved, (8, 32))])
 @on_ranks(2)
 def test_kernels_read_the_parameters_that_the_program_reads(program, shape):

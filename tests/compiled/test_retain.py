@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import NamedTuple
 
 import models
 import pytest
@@ -11,8 +12,10 @@ from ranks import fake_world, on_ranks
 from torch._dynamo.exc import BackendCompilerFailed
 
 import vescale_compile as vc
+from vescale_compile.backend import vescale
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.passes.summary import Kind
+from vescale_compile.report import GraphReport
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -51,9 +54,11 @@ def least_budget() -> int:
     return int(needed[1].replace(",", ""))
 
 
+@pytest.fixture(scope="module")
 def between() -> int:
     """A budget with room for some of the units."""
-    return (explained(None).peak_bytes + explained(None, reshard=False).peak_bytes) // 2
+    with fake_world(2):
+        return (explained(None).peak_bytes + explained(None, reshard=False).peak_bytes) // 2
 
 
 def test_the_budget_that_a_refusal_asks_for_is_enough_and_little_less_is_not():
@@ -109,9 +114,9 @@ def test_a_parameter_that_the_program_returns_is_not_brought_again_for_a_budget(
     assert gathers(graph, Part.BACKWARD) <= 1  # of the unit that is returned, if any
 
 
-def test_the_report_names_the_units_that_are_kept():
+def test_the_report_names_the_units_that_are_kept(between):
     with fake_world(2):
-        graph = explained(between())
+        graph = explained(between)
     kept = [unit.name for unit in graph.units if unit.after_forward == "kept: memory_budget allows it"]
     assert 0 < len(kept) == UNITS - gathers(graph, Part.BACKWARD) < UNITS
     assert str(graph).count("kept: memory_budget allows it") == len(kept)
@@ -126,30 +131,43 @@ def test_units_that_are_never_resharded_are_kept_where_activations_are_computed_
     assert gathers(graph, Part.BACKWARD) == 0
 
 
-@on_ranks(2)
-def test_what_is_kept_changes_no_number():
-    data = models.batches(4, 11)
-    options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": between()}
-    model = sharded()
-    losses = models.train(torch.compile(model, backend="vescale", options=options), model.parameters(), data)
-    unsharded, reference = models.train_unsharded(some_layers, data)
-    assert losses == reference
-    assert models.largest_difference(model, unsharded) == 0.0
+class Trained(NamedTuple):
+    """Four steps of training within a budget, and one in which what it allocates is looked at."""
+
+    graph: GraphReport
+    parameters: dict[str, torch.Tensor]
+    losses: list[float]
+    most: int
 
 
-@on_ranks(2)
-def test_a_real_step_takes_what_the_budget_allows():
-    budget = between()
+@functools.cache
+def trained(budget: int) -> Trained:
+    graphs: list[GraphReport] = []
     options = {"lowering": "eager", "cluster": models.SLOW_WIRE, "memory_budget": budget}
-    data = models.batches(1, 11)[0]
-    model = sharded()
-    (graph,) = vc.explain(model, *data, options=options).graphs
-    call = torch.compile(model, backend="vescale", options=options)
-    call(*data).backward()
-    model.zero_grad()
-    most = allocated_by(lambda: call(*data).backward())
+    model, data = sharded(), models.batches(4, 11)
+    call = torch.compile(model, backend=functools.partial(vescale, options=options, on_compiled=graphs.append))
+    losses = models.train(call, model.parameters(), data)
+    parameters = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+    most = allocated_by(lambda: call(*data[0]).backward())
+    (graph,) = graphs
+    assert 0 < gathers(graph, Part.BACKWARD) < LAYERS  # more is kept than without a budget
+    return Trained(graph, parameters, losses, most)
+
+
+@on_ranks(2)
+def test_what_is_kept_changes_no_number(between):
+    found = trained(between)
+    unsharded, reference = models.train_unsharded(some_layers, models.batches(4, 11))
+    assert found.losses == reference
+    assert all(torch.equal(found.parameters[name], param) for name, param in unsharded.named_parameters())
+
+
+@on_ranks(2)
+def test_a_real_step_takes_what_the_budget_allows(between):
+    found = trained(between)
+    graph, most = found.graph, found.most
     assert max(part.peak.nbytes for part in graph.parts.values()) == pytest.approx(most, rel=0.1)
-    assert graph.shard_bytes + graph.slot_bytes + most <= 1.1 * budget
+    assert graph.shard_bytes + graph.slot_bytes + most <= 1.1 * between
 
 
 class Wide(torch.nn.Module):

@@ -22,6 +22,8 @@ LATENCY = 1e-2  # seconds, which is far more than anything here takes
 H100 = PRESETS["h100"](2)
 SLOW_TO_START = replace(H100, within=replace(H100.within, latency=LATENCY))
 
+few_kernels = functools.partial(models.Uneven, 1)
+
 
 def explained(world_size: int = 2, cluster=SLOW_TO_START, **shard_options):
     torch._dynamo.reset()
@@ -82,7 +84,7 @@ def test_reductions_that_are_averaged_over_replicas_too_share_both_collectives()
 @on_ranks(4, deadline_s=300)
 def test_so_what_is_learned_over_replicas_is_the_same():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert trained_with_and_without_sharing("eager", mesh=mesh) == [(True, True), (False, False)]
+    assert trained_with_and_without_sharing("eager", models.Uneven, mesh=mesh) == [(True, True), (False, False)]
 
 
 @on_ranks(2)
@@ -91,16 +93,17 @@ def test_messages_of_cpus_are_not_shared():
     assert not any("with the next" in event for part in graph.parts.values() for event in part.schedule)
 
 
-@pytest.mark.parametrize(("lowering", "dtype"), [("eager", None), ("inductor", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("lowering", "build", "dtype"), [("eager", models.deep, None), ("inductor", few_kernels, torch.bfloat16)]
+)
 @on_ranks(2, deadline_s=300)
-def test_training_is_the_same_with_shared_collectives(lowering, dtype):
+def test_training_is_the_same_with_shared_collectives(lowering, build, dtype):
     policy = vc.MixedPrecisionPolicy(param_dtype=dtype)
-    assert trained_with_and_without_sharing(lowering, mp_policy=policy) == [(True, True), (False, False)]
+    assert trained_with_and_without_sharing(lowering, build, mp_policy=policy) == [(True, True), (False, False)]
 
 
-def trained_with_and_without_sharing(lowering, **shard_options) -> list[tuple[bool, bool]]:
+def trained_with_and_without_sharing(lowering, build, **shard_options) -> list[tuple[bool, bool]]:
     """Over the backend's own collectives, which those of a GPU are. Whether gathers and reductions were shared."""
-    build = models.deep if lowering == "eager" else functools.partial(models.Uneven, 1)  # which has fewer kernels
     data = models.batches(3, 11)
     losses, params, made = [], [], []
     for cluster in (SLOW_TO_START, models.SLOW_WIRE):

@@ -6,6 +6,8 @@ from ranks import on_ranks
 
 import vescale_compile as vc
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @on_ranks(1)

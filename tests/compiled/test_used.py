@@ -16,6 +16,8 @@ from vescale_compile.runtime.agreement import RanksDisagree
 from vescale_compile.runtime.unshard import ParamView, _unused
 from vescale_compile.sharded_module import buffers_in
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 class Branches(nn.Module):
     """One unit, of which a call uses what it is told to."""

@@ -51,11 +51,11 @@ def empty_cache() -> Iterator[None]:
 
 
 @contextmanager
-def copy_of(filled: Path) -> Iterator[None]:
+def copy_of(filled: Path) -> Iterator[Path]:
     """For this rank alone: a cache that holds what `trained` compiles."""
     with tempfile.TemporaryDirectory() as folder, cache_in(folder):
-        shutil.copytree(filled / f"rank{dist.get_rank()}", folder, dirs_exist_ok=True)
-        yield
+        shutil.copytree(filled, folder, dirs_exist_ok=True)
+        yield Path(folder)
 
 
 @contextmanager
@@ -74,18 +74,19 @@ def passes() -> Iterator[list[Part]]:
 
 
 def trained(
-    cluster=None, lowering="inductor", steps=2, keeps_one=False, **shard_options
+    cluster=None, lowering: str | None = "inductor", steps=2, keeps_one=False, **shard_options
 ) -> tuple[list[float], dict, list]:
-    """Losses, parameters and reports of a model that is trained for a few steps, and evaluated. It may keep one of its
-    layers for the backward, and no other."""
-    model = models.build(models.Uneven)
+    """Losses, parameters and reports of a model that is trained for a few steps, and evaluated. It has one layer, or
+    two of which it keeps the first for the backward, and no other."""
+    model = models.build(functools.partial(models.Uneven, 2 if keeps_one else 1))
     if keeps_one:
         vc.fully_shard(model.layers[0], reshard_after_forward=False, **shard_options)
         vc.fully_shard(model.layers[1], **shard_options)
     vc.fully_shard(model, **shard_options)
     reports: list[GraphReport] = []
     options = {"cluster": cluster, "lowering": lowering}
-    call = torch.compile(model, backend=functools.partial(vescale, options=options, on_compiled=reports.append))
+    backend = functools.partial(vescale, options=options, on_compiled=reports.append)
+    call = torch.compile(model, backend=backend) if lowering else model
     data = models.batches(steps, 11)
     losses = models.train(call, model.parameters(), data)
     with torch.no_grad():
@@ -93,10 +94,19 @@ def trained(
     return losses, {name: param.full_tensor() for name, param in model.named_parameters()}, reports
 
 
-def cold_and_warm(**options) -> list[float]:
+@functools.cache
+def cold_and_warm(**options) -> tuple[list[float], list[float]]:
     """The losses of a cold start, which a warm one must repeat to the bit, with its parameters and reports; of a model
-    with units that are resharded and one that is kept."""
-    with empty_cache():
+    with units that are resharded and one that is kept. And how long graphs were waited for, of both."""
+    waits: list[float] = []
+
+    def agree(*what, deadline_s: float) -> None:
+        waits.append(deadline_s)
+        agree_on_graph(*what, deadline_s=deadline_s)
+
+    with empty_cache(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vescale_compile.backend._MOST_TIMES_AS_LONG", 1e6)
+        patch.setattr("vescale_compile.compiled.agree_on_graph", agree)
         with passes() as ran:
             losses, params, reports = trained(keeps_one=True, **options)
         assert ran == ALL
@@ -108,7 +118,7 @@ def cold_and_warm(**options) -> list[float]:
     assert warm_losses == losses
     assert all(torch.equal(warm_params[name], param) for name, param in params.items())
     assert warm_reports == reports and len(reports) == 2
-    return losses
+    return losses, waits
 
 
 @pytest.mark.slow
@@ -118,16 +128,25 @@ def test_a_warm_start_trains_and_reports_as_the_cold_one_did():
     cold_and_warm()
 
 
+@on_ranks(2)
+def test_who_finds_what_took_long_to_compile_waits_as_long_for_who_must_compile_it():
+    """As after a host has been replaced, whose ranks alone have cold caches."""
+    _, (cold, _, warm, _) = cold_and_warm()
+    assert cold > warm > 0.5 * cold
+
+
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory) -> Path:
-    """A cache of each of two ranks, with what `trained` compiles."""
+def cold_start(tmp_path_factory) -> tuple[Path, list[tuple[list[float], list[Part]]]]:
+    """A cache that two ranks have shared, with what `trained` compiles; and each rank's losses and passes."""
     folder = tmp_path_factory.mktemp("filled")
-    run_on_ranks(2, fill, folder)
+    return folder, run_on_ranks(2, losses_and_passes, str(folder))
+
+
+@pytest.fixture(scope="module")
+def filled(cold_start) -> Path:
+    """A cache that holds what `trained` compiles."""
+    folder, _ = cold_start
     return folder
-
-
-def fill(folder: Path) -> None:
-    losses_and_passes(str(folder / f"rank{dist.get_rank()}"))
 
 
 def losses_and_passes(folder: str) -> tuple[list[float], list[Part]]:
@@ -136,33 +155,13 @@ def losses_and_passes(folder: str) -> tuple[list[float], list[Part]]:
     return losses, ran
 
 
-def test_another_process_finds_what_was_compiled(tmp_path):
-    cold = run_on_ranks(2, losses_and_passes, str(tmp_path))
+def test_another_process_finds_what_was_compiled(cold_start):
+    folder, cold = cold_start
     ranks.shut_down()
-    warm = run_on_ranks(2, losses_and_passes, str(tmp_path))
+    warm = run_on_ranks(2, losses_and_passes, str(folder))
     assert ALL in [ran for _, ran in cold]
     assert [ran for _, ran in warm] == [[], []]
     assert [losses for losses, _ in warm] == [losses for losses, _ in cold]
-
-
-@on_ranks(2)
-def test_who_finds_what_took_long_to_compile_waits_as_long_for_who_must_compile_it():
-    """As after a host has been replaced, whose ranks alone have cold caches."""
-    waits: list[float] = []
-
-    def agree(*what, deadline_s: float) -> None:
-        waits.append(deadline_s)
-        agree_on_graph(*what, deadline_s=deadline_s)
-
-    with empty_cache(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vescale_compile.backend._MOST_TIMES_AS_LONG", 1e6)
-        patch.setattr("vescale_compile.compiled.agree_on_graph", agree)
-        for expected in (ALL, []):
-            with passes() as ran:
-                trained()
-            assert ran == expected
-    (cold, _, warm, _) = waits
-    assert cold > warm > 0.5 * cold
 
 
 @on_ranks(2)
@@ -269,12 +268,14 @@ def test_depyf_gets_the_graphs_from_the_passes_too(filled, tmp_path):
 
 
 @on_ranks(2)
-def test_nothing_is_kept_where_the_user_has_the_cache_off():
-    with empty_cache(), torch._functorch.config.patch(enable_autograd_cache=False):
-        for _ in range(2):
-            with passes() as ran:
-                trained()
-            assert ran == ALL
+def test_nothing_is_kept_where_the_user_has_the_cache_off(filled):
+    """Nor is what the cache has looked at."""
+    with copy_of(filled) as folder, torch._functorch.config.patch(enable_autograd_cache=False):
+        before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        with passes() as ran:
+            trained()
+        assert ran == ALL
+        assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 class Bypass(nn.Module):

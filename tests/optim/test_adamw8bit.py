@@ -42,6 +42,7 @@ def test_a_step_is_adamw_with_each_moment_rounded_to_its_nearest_code(shape: tup
     torch.testing.assert_close(param.detach().flatten(), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.5)])
 def test_codes_and_scales_equal_torchao(betas: tuple[float, float]) -> None:
     import torchao.optim as torchao

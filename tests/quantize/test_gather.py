@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import vescale_compile as vc
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 QUANTIZERS = [vc.BlockInt8(32), vc.BlockInt8(7), vc.BlockFP8((16, 16)), vc.BlockFP8((3, 5)), vc.MXFP8()]
 SHAPES = [(33, 70), (40, 48), (3, 20, 48), (16, 33), (70,), (5,)]
 
@@ -78,7 +80,6 @@ def test_shards_may_be_cut_for_a_format_that_does_not_travel():
     check(vc.MXFP8(), lowering=None, granularity=vc.BlockFP8((16, 16)).granularity)
 
 
-@pytest.mark.slow
 @on_ranks(2, deadline_s=600)
 def test_compiled_kernels_write_the_same_bits():
     check(vc.BlockFP8((3, 5)), lowering="inductor")

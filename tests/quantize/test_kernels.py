@@ -107,6 +107,7 @@ def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
         assert torch.equal(got, expected)
 
 
+@functools.cache
 def reduced(world: int, kernels: Kernels) -> list[Tensor]:
     """What each of ``world`` ranks sends to the first, and what that one makes of it."""
     packing, buffer = packed_form(vc.BlockInt8(32), world=world)

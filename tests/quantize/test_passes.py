@@ -25,6 +25,8 @@ from handmade import Graph, aten, context
 from test_census import counted, total
 from test_graphs import dump_of_one_step
 
+IN_INT8 = {"quantize": vc.BlockInt8(32), "quantize_gradients": vc.BlockInt8(32)}
+
 
 @functools.cache
 def explained(**options):
@@ -43,7 +45,7 @@ def explained(**options):
 @on_ranks(2)
 def test_the_census_counts_what_a_profiler_sees():
     options = {"quantize": vc.BlockFP8((8, 8)), "quantize_gradients": vc.BlockInt8(32)}
-    graphs, step, profile = counted(models.one_layer_llama, "eager", 64, **options)
+    graphs, step, profile = counted(InBlocks, "eager", 64, **options)
     for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.BUFFER):
         assert {key: graphs[key] for key in graphs if kind in key} == {key: step[key] for key in step if kind in key}
     moved = total(graphs, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
@@ -79,15 +81,14 @@ class InBlocks(nn.Module):
 @pytest.mark.slow
 @on_ranks(2, deadline_s=600)
 def test_compiled_kernels_copy_nothing_from_or_to_what_travels():
-    options = {"quantize": vc.BlockInt8(32), "quantize_gradients": vc.BlockInt8(32)}
-    profile = counted(InBlocks, "inductor", 64, **options).profile
+    profile = counted(InBlocks, "inductor", 64, **IN_INT8).profile
     assert profile.copies.copied_bytes == profile.copies.cast_bytes == profile.copies.copy_in_bytes == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantizer", "scale_bytes"), [(vc.BlockInt8(32), 4 / 32), (vc.MXFP8(), 1 / 32)], ids=repr)
 def test_a_gather_takes_a_byte_for_an_element_and_its_scales(quantizer, scale_bytes):
-    plain, quantized = (explained(quantize=each) for each in (None, quantizer))
+    plain, quantized = explained(), explained(**{**IN_INT8, "quantize": quantizer})
     before, after = (
         {e.unit: e.nbytes for e in graph.parts[Part.FORWARD].entries if e.kind is Kind.ALL_GATHER}
         for graph in (plain, quantized)
@@ -108,7 +109,7 @@ def test_blocks_of_256_bring_a_quarter_and_a_little():
 
 @pytest.mark.slow
 def test_quantization_and_dequantization_are_declared_casts():
-    graph = explained(quantize=vc.BlockInt8(32), quantize_gradients=vc.BlockInt8(32))
+    graph = explained(**IN_INT8)
     for part, summary in graph.parts.items():
         casts = [entry for entry in summary.entries if entry.kind is Kind.CAST]
         gathers = [entry for entry in summary.entries if entry.kind is Kind.ALL_GATHER]
@@ -124,7 +125,7 @@ def test_quantization_and_dequantization_are_declared_casts():
 
 def test_packed_buffers_are_given_up_once_dequantized():
     """Slots of bytes change hands: a layer's codes do not wait for the layer's computation to end."""
-    forward = explained(quantize=vc.BlockInt8(32)).parts[Part.FORWARD]
+    forward = explained(**IN_INT8).parts[Part.FORWARD]
     lives = {tenant.what: tenant for slot in forward.slots for tenant in slot.tenants if not slot.carried}
     for unit in ("layers.0", "layers.1"):
         packed, full = (lives[f"gathered {what} of {unit}"] for what in ("codes and scales", "parameters"))
@@ -133,19 +134,19 @@ def test_packed_buffers_are_given_up_once_dequantized():
 
 
 def test_gathers_are_launched_before_the_computation_ahead_of_them():
-    schedule = explained(quantize=vc.BlockInt8(32)).parts[Part.FORWARD].schedule
+    schedule = explained(**IN_INT8).parts[Part.FORWARD].schedule
     assert schedule.index("launch all_gather of layers.0") < schedule.index("wait all_gather of (root)")
 
 
 @pytest.mark.slow
 def test_gradient_buffers_are_free_as_soon_as_their_codes_are_made():
-    backward = explained(quantize_gradients=vc.BlockInt8(32)).parts[Part.BACKWARD]
+    backward = explained(**IN_INT8).parts[Part.BACKWARD]
     lives = {tenant.what: tenant for slot in backward.slots for tenant in slot.tenants}
     assert lives["gradients of layers.1"].last < lives["scratch of a reduction of layers.1"].last
 
 
 def test_a_unit_is_one_collective_each_way():
-    graph = explained(quantize=vc.BlockFP8((8, 8)), quantize_gradients=vc.BlockInt8(32))
+    graph = explained(**IN_INT8)
     started = ("launch", "carry", "take")
     forward, backward = ([e for e in part.schedule if e.startswith(started)] for part in graph.parts.values())
     for unit in ("(root)", "layers.0", "layers.1"):
@@ -156,7 +157,7 @@ def test_a_unit_is_one_collective_each_way():
 
 
 def test_codes_that_the_backward_needs_first_are_gathered_while_the_forward_ends():
-    graph = explained(quantize=vc.BlockInt8(32))
+    graph = explained(**IN_INT8)
     assert graph.parts[Part.FORWARD].schedule[-1] == "carry all_gather of layers.1"
     for part in graph.parts.values():
         (slot,) = (slot for slot in part.slots if slot.carried)
@@ -169,7 +170,7 @@ def test_codes_that_the_backward_needs_first_are_gathered_while_the_forward_ends
 @on_ranks(3)
 def test_every_graph_is_the_same_on_every_rank_whatever_the_shards(tmp_path):
     options = {"quantize": vc.BlockFP8((3, 5)), "quantize_gradients": vc.BlockInt8(7)}
-    dumps = dump_of_one_step(tmp_path, models.Uneven, 11, **options)
+    dumps = dump_of_one_step(tmp_path, functools.partial(models.Uneven, 1), 11, **options)
     everyone: list[dict[str, str]] = [{}] * 3
     dist.all_gather_object(everyone, {name: text for name, text in dumps.items() if "before-hoist" not in name})
     assert everyone[0] == everyone[1] == everyone[2]

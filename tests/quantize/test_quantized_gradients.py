@@ -19,6 +19,8 @@ sys.path.append(str(Path(__file__).parents[1] / "compiled"))
 
 import models
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 class Linear(nn.Module):
     """Gradients of ``weight`` and ``bias`` are what it is called with."""
@@ -237,7 +239,6 @@ def test_units_of_two_modules_that_were_sharded_by_themselves_are_told_apart_in_
     assert vc.rounding_state(model["encoder"]).popitem()[1] == 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["eager", None])
 @on_ranks(2)
 def test_micro_batches_are_summed_and_quantized_once(lowering):

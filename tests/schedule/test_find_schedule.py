@@ -229,6 +229,7 @@ def test_gathers_and_reductions_share_collectives_by_different_numbers() -> None
     assert max(gathers) > max(reductions)
 
 
+@pytest.mark.slow
 def test_small_transfers_share_collectives_where_the_host_takes_longest() -> None:
     plain = layers(12, gather=0.1, compute=2.0, size=1)
     calls = tuple(
@@ -240,6 +241,7 @@ def test_small_transfers_share_collectives_where_the_host_takes_longest() -> Non
     assert max(gathers) > 2 and max(one_by_one) == 1
 
 
+@pytest.mark.slow
 def test_small_transfers_share_collectives_where_the_host_is_not_done_before_the_device() -> None:
     plain = layers(8, gather=0.1, compute=2.0, size=1)
     calls = tuple(
