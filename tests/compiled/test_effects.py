@@ -8,6 +8,8 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 import vescale_compile as vc
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 _seen: list[float] = []
 
 
@@ -32,7 +34,7 @@ class Watched(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2)
 def test_operators_with_effects_may_read_parameters(lowering):
     torch._dynamo.reset()

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import vescale_compile as vc
 from vescale_compile.runtime import crossing
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 class Decay(torch.optim.Optimizer):
     """Does the same to every element of all parameters."""

@@ -12,7 +12,6 @@ import vescale_compile as vc
 from vescale_compile.examples.llama import SIZES, Llama, LlamaConfig
 
 STEPS = 10
-GPT_OSS = pytest.param("hf_gpt_oss", marks=pytest.mark.slow)
 ONE_LAYER = functools.partial(models.Uneven, 1)
 
 
@@ -48,7 +47,8 @@ def compare(
     return worst_loss, models.largest_difference(model, unsharded)
 
 
-@pytest.mark.parametrize("name", ["llama", "hf_llama_of_one_layer", GPT_OSS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "hf_llama_of_one_layer", "hf_gpt_oss"])
 @on_ranks(2)
 def test_ten_adamw_steps_are_bit_equal_on_two_ranks(name):
     assert compare(name, "eager", "aot_eager", 64, make_optimizer=models.adamw) == (0.0, 0.0)
@@ -131,7 +131,9 @@ def test_inductor_lowering_trains_in_mixed_precision():
         torch.testing.assert_close(*pair, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "hf_llama", GPT_OSS, "many_words"])
+@pytest.mark.parametrize(
+    "name", ["llama", "hf_llama", pytest.param("hf_gpt_oss", marks=pytest.mark.slow), "many_words"]
+)
 @on_ranks(2)
 def test_without_compile_the_numbers_are_those_of_the_unsharded_model(name):
     assert compare(name, None, None, 64, steps=3) == (0.0, 0.0)

@@ -42,6 +42,7 @@ def collectives(text: str) -> Counter[str]:
     return Counter(name for name in (GATHER, REDUCE, CARRY, TAKE) for _ in range(text.count(f"vescale.{name}.default")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reshard", "ahead", "again"), [(True, {CARRY: 1}, {GATHER: UNITS - 2, TAKE: 1}), (False, {}, {})]
 )
@@ -52,6 +53,7 @@ def test_a_unit_is_gathered_once_reduced_once_and_gathered_again_where_it_reshar
     assert collectives(final(dumps, "backward")) == {REDUCE: UNITS, **again}
 
 
+@pytest.mark.slow
 def test_an_embedding_is_gathered_for_its_lookup_alone_and_leaves_its_memory_to_others():
     torch._dynamo.reset()
     with fake_world(2):

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 
 class Reentrant(nn.Module):
     """Each layer, and then the loss, is a region of its own."""

@@ -1,11 +1,14 @@
 """In which shape generated code stores what matrix products read."""
 
+import pytest
 import torch
 from ranks import fake_world
 from torch import Tensor, nn
 from written import code_written_for
 
 import vescale_compile as vc
+
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 BATCH, LENGTH, HEADS, SIZE = 2, 8, 4, 4
 

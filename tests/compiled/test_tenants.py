@@ -13,6 +13,8 @@ from vescale_compile import backend
 from vescale_compile.passes.context import GraphError
 from vescale_compile.passes.tenants import check_tenants, note_tenants
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 WIDTH = 16
 
 
@@ -41,7 +43,6 @@ class CastThereAndBack(nn.Module):
         return (x @ weight @ table.T).square().mean()
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_a_parameter_that_is_cast_there_and_back_may_be_used_late():
     torch._dynamo.reset()
@@ -97,7 +98,6 @@ class Rows(nn.Module):
         return self.table[index].square().mean()
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_rows_are_scattered_where_the_user_has_inductor_replace_large_scatters():
     """By a pass that takes for unused what writes in place, and drops it."""

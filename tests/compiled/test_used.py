@@ -87,7 +87,7 @@ def average_what_any_rank_has(model: nn.Module) -> None:
             param.grad = torch.zeros_like(param)
 
 
-@pytest.mark.parametrize("compile", ["eager", None, pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", ["eager", None, "inductor"])
 @on_ranks(2)
 def test_each_rank_may_take_another_branch(compile):
     torch._dynamo.reset()

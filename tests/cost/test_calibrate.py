@@ -13,6 +13,7 @@ from vescale_compile.cost.calibrate import calibrate
 from vescale_compile.cost.calibrate_collectives import calibrate_collectives, contention, fit, together
 
 
+@pytest.mark.slow
 def test_compiling_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for measured in (module, operators):
         monkeypatch.setattr(measured, "time", None)

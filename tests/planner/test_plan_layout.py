@@ -28,6 +28,7 @@ def test_no_layout_of_an_order_ends_before_the_earliest_starts_do(
         assert tuple(starts) == min(layouts, key=lambda layout: layout[-1])
 
 
+@pytest.mark.slow
 @settings(max_examples=2000)
 @given(items(30), st.integers(0, 60), st.integers(1, 8), st.sampled_from([2, 4, 8]))
 def test_an_aligned_start_is_the_first_that_is_valid_and_aligned(

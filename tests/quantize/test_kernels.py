@@ -194,6 +194,7 @@ def test_places_round_independently(apart):
     assert correlation.abs().max() < 5 / math.sqrt(len(places))
 
 
+@pytest.mark.slow
 def test_steps_round_independently():
     numbers = rounding(torch.arange(1 << 16), 40)
     correlations = 12 * (numbers @ numbers.T) / numbers.shape[1] - torch.eye(40)

@@ -25,6 +25,8 @@ from handmade import Graph, aten, context
 from test_census import counted, total
 from test_graphs import dump_of_one_step
 
+pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
 IN_INT8 = {"quantize": vc.BlockInt8(32), "quantize_gradients": vc.BlockInt8(32)}
 
 
@@ -41,7 +43,6 @@ def explained(**options):
 # What the census counts.
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_the_census_counts_what_a_profiler_sees():
     options = {"quantize": vc.BlockFP8((8, 8)), "quantize_gradients": vc.BlockInt8(32)}
@@ -78,14 +79,12 @@ class InBlocks(nn.Module):
         return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.slow
 @on_ranks(2, deadline_s=600)
 def test_compiled_kernels_copy_nothing_from_or_to_what_travels():
     profile = counted(InBlocks, "inductor", 64, **IN_INT8).profile
     assert profile.copies.copied_bytes == profile.copies.cast_bytes == profile.copies.copy_in_bytes == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("quantizer", "scale_bytes"), [(vc.BlockInt8(32), 4 / 32), (vc.MXFP8(), 1 / 32)], ids=repr)
 def test_a_gather_takes_a_byte_for_an_element_and_its_scales(quantizer, scale_bytes):
     plain, quantized = explained(), explained(**{**IN_INT8, "quantize": quantizer})
@@ -107,7 +106,6 @@ def test_blocks_of_256_bring_a_quarter_and_a_little():
         assert buffer.packing.nbytes == 1024 * 1024 + 1024 * 1024 // 256 * 4
 
 
-@pytest.mark.slow
 def test_quantization_and_dequantization_are_declared_casts():
     graph = explained(**IN_INT8)
     for part, summary in graph.parts.items():
@@ -138,7 +136,6 @@ def test_gathers_are_launched_before_the_computation_ahead_of_them():
     assert schedule.index("launch all_gather of layers.0") < schedule.index("wait all_gather of (root)")
 
 
-@pytest.mark.slow
 def test_gradient_buffers_are_free_as_soon_as_their_codes_are_made():
     backward = explained(**IN_INT8).parts[Part.BACKWARD]
     lives = {tenant.what: tenant for slot in backward.slots for tenant in slot.tenants}
@@ -166,7 +163,6 @@ def test_codes_that_the_backward_needs_first_are_gathered_while_the_forward_ends
         assert (tenant.what, slot.nbytes) == ("gathered codes and scales of layers.1", gathered)
 
 
-@pytest.mark.slow
 @on_ranks(3)
 def test_every_graph_is_the_same_on_every_rank_whatever_the_shards(tmp_path):
     options = {"quantize": vc.BlockFP8((3, 5)), "quantize_gradients": vc.BlockInt8(7)}

@@ -94,6 +94,7 @@ def launches(schedule: Schedule) -> list[tuple[tuple[int, ...], int]]:
     return [(each.transfers, position) for each, position in places if isinstance(each, Launch)]
 
 
+@pytest.mark.slow
 @given(any_graphs(), st.integers(0, 12))
 def test_order_and_peak_stay_and_no_launch_is_later(graph: TaskGraph, room: int) -> None:
     found = find_schedule(graph, least_peak(graph) + room)

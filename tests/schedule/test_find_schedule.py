@@ -74,6 +74,7 @@ def test_three_units_are_scheduled_within_5_percent_of_the_optimum(graph: TaskGr
     assert best_schedule(graph, budget, below=found.timeline.makespan / 1.05 * (1 - 1e-9)) is None
 
 
+@pytest.mark.slow
 @examples
 @given(sharded_steps(2, then=2), room)
 def test_what_goes_over_other_links_then_is_scheduled_within_5_percent_of_the_optimum(
@@ -102,6 +103,7 @@ def test_no_schedule_is_faster_than_the_lower_bound(graph: TaskGraph, room: int)
     assert lower_bound(graph, budget).makespan <= optimum(graph, budget) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, derandomize=True)
 @given(any_graphs(), room)
 def test_schedules_of_any_graph_lie_between_the_bound_and_one_and_a_half_times_the_optimum(
