@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -266,6 +267,12 @@ class RaggedDTensor(DTensor):
         # What DTensor puts into flatten_spec and inner_tensors differs between PyTorch versions.
         plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         return wrap(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache knows this tensor by: torch 2.13's hook for subclasses. Ranks may share the cache,
+        and compiled code is for one's run; and a placement of many ranks is written in short."""
+        run = (self.placement.dims, self.placement.local_units, self.interval)
+        return super()._stable_hash_for_caching() + hashlib.blake2b(repr(run).encode(), digest_size=16).hexdigest()
 
     @classmethod
     @torch.compiler.disable  # Dynamo looks at all Python that compiled programs run
