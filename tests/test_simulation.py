@@ -169,7 +169,6 @@ def test_the_optimizers_states_and_time_are_those_of_its_description(usual):
     assert sgd.optimizer_seconds < adamw.optimizer_seconds
 
 
-@pytest.mark.slow
 def test_the_prediction_is_what_explain_says_of_the_sharded_model(usual):
     with fake_world(8):
         model = vc.fully_shard(Llama(CONFIG))

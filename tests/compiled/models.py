@@ -283,11 +283,13 @@ def average_gradients(model: nn.Module) -> None:
             param.grad /= dist.get_world_size()
 
 
-def largest_difference(model: nn.Module, reference: nn.Module) -> float:
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Its parameters, gathered, by name."""
+    return {name: param.detach().full_tensor() for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def largest_difference(ours: nn.Module | dict[str, Tensor], reference: nn.Module) -> float:
     """Over all parameters, gathered; names must be the same."""
-    ours, theirs = dict(model.named_parameters()), dict(reference.named_parameters())
-    assert list(ours) == list(theirs)
-    return max(
-        (param.detach().full_tensor() - theirs[name]).abs().max().item()  # type: ignore[attr-defined]
-        for name, param in ours.items()
-    )
+    found, theirs = whole(ours) if isinstance(ours, nn.Module) else ours, dict(reference.named_parameters())
+    assert list(found) == list(theirs)
+    return max((param - theirs[name]).abs().max().item() for name, param in found.items())

@@ -104,6 +104,7 @@ class Counted(NamedTuple):
     profile: StepProfile
 
 
+@functools.cache
 def counted(build: models.Model, lowering: str, vocab: int, shards: int = 2, **shard_options) -> Counted:
     torch._dynamo.reset()
     model = vc.fully_shard(models.build(build), **shard_options)
@@ -122,9 +123,6 @@ def counted(build: models.Model, lowering: str, vocab: int, shards: int = 2, **s
         step_census.of_step(recording.tree, recording.kernels, units, shards),
         summarized(recording, 0, shards, torch.device("cpu")),
     )
-
-
-counted_once = functools.cache(counted)
 
 
 def of_graph(graph: GraphReport) -> Counter[step_census.Key]:
@@ -152,7 +150,7 @@ def total(census: Counter[step_census.Key], *kinds: Kind) -> int:
 )
 @on_ranks(2, deadline_s=300)
 def test_the_census_of_graphs_is_that_of_a_step(build, vocab, lowering, shard_options, kinds):
-    agree(counted_once(build, lowering, vocab, **shard_options), kinds)
+    agree(counted(build, lowering, vocab, **shard_options), kinds)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,7 @@ def test_the_census_of_graphs_is_that_of_a_step(build, vocab, lowering, shard_op
 )
 @on_ranks(2, deadline_s=300)
 def test_the_census_of_what_is_explained_is_that_of_what_runs(build, lowering, shard_options):
-    ran = counted_once(build, lowering, 11, **shard_options).graphs
+    ran = counted(build, lowering, 11, **shard_options).graphs
     torch._dynamo.reset()
     model = vc.fully_shard(models.build(build), **shard_options)
     (graph,) = vc.explain(model, *models.batches(1, 11)[0], options={"lowering": lowering}).graphs

@@ -73,8 +73,8 @@ def stepped(lowering: str | None, shard: Callable[[torch.nn.Module], torch.nn.Mo
     accumulated = [param.grad.full_tensor() for param in model.parameters()]
     model.zero_grad()
     losses = models.train(call, model.parameters(), data)
-    params = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
-    return Steps(accumulated, losses, params, {each.name: each.shard.detach().clone() for each in buffers_in(model)})
+    shards = {each.name: each.shard.detach().clone() for each in buffers_in(model)}
+    return Steps(accumulated, losses, models.whole(model), shards)
 
 
 def assert_accumulated_gradients_are_averaged(steps: Steps) -> None:
@@ -82,13 +82,10 @@ def assert_accumulated_gradients_are_averaged(steps: Steps) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def assert_trained_as_the_unsharded_model(steps: Steps, backend: str | None, **tolerance: float) -> None:
-    """With losses that are as near as said."""
+def assert_trained_as_the_unsharded_model(steps: Steps, backend: str | None) -> None:
     reference, expected = test_exactness.reference_run(models.Uneven, backend, 11, 3, models.sgd)
-    assert steps.losses == pytest.approx(expected, **tolerance)
-    assert list(steps.params) == [name for name, _ in reference.named_parameters()]
-    for name, param in reference.named_parameters():
-        torch.testing.assert_close(steps.params[name], param.detach(), rtol=0, atol=1e-6)
+    assert max(abs(a - b) for a, b in zip(steps.losses, expected, strict=True)) < 1e-6
+    assert models.largest_difference(steps.params, reference) < 1e-6
 
 
 def assert_clipped_as_the_unsharded_model(model: torch.nn.Module, call: torch.nn.Module, **how: bool) -> None:
@@ -124,7 +121,7 @@ def test_parameters_are_sharded_over_dimension_1_alone():
 @on_ranks(4)
 def test_training_is_that_of_the_unsharded_model(lowering):
     backend = "aot_eager" if lowering else None
-    assert_trained_as_the_unsharded_model(stepped(lowering, over_nodes), backend, rel=0, abs=1e-6)
+    assert_trained_as_the_unsharded_model(stepped(lowering, over_nodes), backend)
 
 
 @on_ranks(4)
@@ -172,7 +169,6 @@ def test_averages_over_the_network_are_predicted_to_go_beside_what_stays_within_
     assert any(after.start < before.stop for before, after in itertools.pairwise(spans))
 
 
-@pytest.mark.slow
 @on_ranks(4, deadline_s=300)
 def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
     loss, params = test_exactness.compare(one_layer, "inductor", "aot_eager", 11, steps=3, mesh=mesh_of(2, 2))
@@ -230,7 +226,7 @@ def test_a_checkpoint_saved_over_2_by_2_loads_over_2_by_2_and_over_4(tmp_path: P
 def _whole(model: torch.nn.Module) -> torch.nn.Module:
     """An unsharded model with the sharded one's values."""
     whole = models.build(models.Uneven)
-    whole.load_state_dict({name: param.detach().full_tensor() for name, param in model.named_parameters()})
+    whole.load_state_dict(models.whole(model))
     return whole
 
 

@@ -51,7 +51,7 @@ def layers_over_two(model: nn.Module) -> nn.Module:
 @on_ranks(4)
 def test_training_is_that_of_the_unsharded_model(lowering, shard):
     backend = "aot_eager" if lowering else None
-    assert_trained_as_the_unsharded_model(stepped(lowering, shard), backend, rel=1e-6)
+    assert_trained_as_the_unsharded_model(stepped(lowering, shard), backend)
 
 
 @on_ranks(4, deadline_s=300)

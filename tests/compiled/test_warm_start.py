@@ -13,9 +13,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from caches import cache_in
 from ranks import on_ranks, run_on_ranks
 from torch import Tensor, fx, nn
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_compile as vc
@@ -33,14 +33,6 @@ pytestmark = pytest.mark.slow  # left out of `make test-fast`
 ODD = 1  # the rank that differs
 BOTH = [Part.FORWARD, Part.BACKWARD]
 ALL = [*BOTH, Part.INFERENCE]
-
-
-@contextmanager
-def cache_in(folder: str) -> Iterator[None]:
-    """AOTAutograd's cache; Inductor's stays where it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AOTAutogradCache, "_get_tmp_dir", classmethod(lambda cls: folder))
-        yield
 
 
 @contextmanager
@@ -91,7 +83,7 @@ def trained(
     losses = models.train(call, model.parameters(), data)
     with torch.no_grad():
         losses.append(call(*data[0]).item())
-    return losses, {name: param.full_tensor() for name, param in model.named_parameters()}, reports
+    return losses, models.whole(model), reports
 
 
 @functools.cache
@@ -121,7 +113,6 @@ def cold_and_warm(**options) -> tuple[list[float], list[float]]:
     return losses, waits
 
 
-@pytest.mark.slow
 @on_ranks(2)
 def test_a_warm_start_trains_and_reports_as_the_cold_one_did():
     """So does one of a quantized model: tests/quantize/test_training.py."""

@@ -139,7 +139,6 @@ def test_replicas_of_shards_stay_equal():
             assert torch.equal(buffer.local(other, index), buffer.local(buffer.shard, index))
 
 
-@pytest.mark.slow
 @on_ranks(2, deadline_s=600)
 def test_inductor_lowering_is_within_rounding_after_a_cold_and_a_warm_start():
     # No matrix has two blocks in a line, or two of gradients at all: what quantizes one unit quantizes them all.

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from caches import cache_in
 from cases import numbered, shard, world_mesh
 from ranks import fake_world, on_ranks
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.distributed.tensor import DTensor
 
 from vescale_compile.ragged.dtensor import RaggedDTensor
@@ -24,8 +24,7 @@ def doubled(param: torch.Tensor) -> torch.Tensor:
 @on_ranks(2)
 def test_a_rank_does_not_run_what_was_compiled_for_the_run_of_another(tmp_path: Path) -> None:
     ragged = shard(FULL, RaggedShard((0,), (1, 3)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AOTAutogradCache, "_get_tmp_dir", classmethod(lambda cls: str(tmp_path)))
+    with cache_in(str(tmp_path)):
         for turn in range(dist.get_world_size()):
             if dist.get_rank() == turn:
                 torch._dynamo.reset()

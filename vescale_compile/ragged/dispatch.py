@@ -316,7 +316,6 @@ _HANDLERS: dict[OpOverload, Handler] = {
     **dict.fromkeys((aten.alias.default, aten.detach.default, aten.expand.default), _alias),
     **dict.fromkeys(
         (
-            aten._unsafe_view.default,
             aten.squeeze.default,
             aten.squeeze.dim,
             aten.squeeze.dims,
