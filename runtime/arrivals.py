@@ -1,7 +1,7 @@
 """Reduced gradients on their way: whoever first reads one waits for it, as with PyTorch's AsyncCollectiveTensor.
 
-A backward leaves its last reductions in flight. What they reduce into is known by its memory, until the next graph of
-the process starts: by then the slots that they use are wanted again, and all of them are waited for.
+A backward leaves its last reductions in flight. What they reduce into is known by its memory, until a graph starts
+that wants the slots which they use: the next one, or, of layers compiled one by one, the next but one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _kept: list[Arrival] = []
 
 
 def leave(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]) -> None:
-    """Has ``finish`` called when ``result`` is first read, at the latest before the next graph runs. On CPUs a profiled
+    """Has ``finish`` called when ``result`` is first read, at the latest by :func:`settle`. On CPUs a profiled
     backward, which may be all that is profiled, calls it at once.
 
     Args:
@@ -116,6 +116,12 @@ def wait_for_uses(memory: Sequence[Tensor]) -> None:
 def _overlap(one: Tensor, other: Tensor) -> bool:
     begin, end = one.data_ptr(), one.data_ptr() + one.nbytes
     return begin < other.data_ptr() + other.nbytes and other.data_ptr() < end
+
+
+def forget() -> None:
+    """Of a process group that is gone, from which nothing arrives any more."""
+    _arrivals.clear()
+    _kept.clear()
 
 
 def settle(before: float = math.inf) -> None:

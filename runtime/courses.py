@@ -8,14 +8,16 @@ and what a backward's graph leaves in flight may stay so while the next runs.
 
 A gather is a collective, so whether it is launched ahead, and whether that will do for the graph that comes to it, must
 be the same on every rank. Both follow from the order of gathers alone, and not from a rank's memory, nor from how often
-it has compiled a layer. Within a course parameters keep their values: a forward refuses what writes to them, and a
-backward has come to a layer's gradients only when it is through with that layer. So nothing is launched ahead from
-course to course.
+it has compiled a layer, nor from when it lets go of a layer that a model has no more. Where a shard was written to
+since its gather was launched ahead, as a forward may do with parameters of layers that it comes to later (an encoder
+whose weights follow another's), it is gathered again: writes are counted on ranks too that hold nothing of it. From
+course to course, between which optimizers write, nothing is launched ahead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,8 +78,20 @@ class _Ahead:
     """A gather that was launched for the next graph."""
 
     stop: _Stop
+    shards: list[Tensor]
     fulls: list[Tensor]
     pending: Pending
+
+    def __post_init__(self) -> None:
+        self._versions = self._versions_now()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard was written to since."""
+        return self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [-1 if shard.is_inference() else shard._version for shard in self.shards]
 
     def by_source(self) -> dict[StorageWeakRef, Tensor]:
         return dict(zip(self.stop.sources, self.fulls, strict=True))
@@ -137,10 +151,11 @@ class Course:
         return pending
 
     def end(self) -> None:
-        """Waits for what was launched ahead of a graph that did not come."""
-        if self._ahead is not None:
-            self._ahead.pending.wait()
-        self._ahead, self._known = None, ()
+        """Waits for what was launched ahead of a graph that did not come. Should the course go on, its next graph waits
+        for all that others have left."""
+        ahead, self._ahead, self._known, self._begun = self._ahead, None, (), math.inf
+        if ahead is not None:
+            ahead.pending.wait()
 
     def _stop(self, pairs: Pairs, group: str, start: Start) -> _Stop:
         assert self._graph is not None
@@ -163,7 +178,7 @@ class Course:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        if ahead.stop == stop:
+        if ahead.stop == stop and not ahead.is_stale:
             return ahead.into([full for _, full in pairs])
         ahead.pending.wait()
         return None
@@ -187,9 +202,9 @@ class Course:
 
 def _launched_ahead(stop: _Stop, turn: int) -> _Ahead | None:
     buffers = [each() for each in stop.buffers]
-    shards = [buffer.shard for buffer in buffers if buffer is not None]
+    shards = [buffer.shard for buffer in buffers if buffer is not None and buffer.forward == buffer.model.forward]
     if len(shards) < len(buffers):
-        return None  # the model is gone
+        return None  # the model has them no more
     device = shards[0].device
     fulls = list(_destinations(stop, turn, device))
     wait_for_uses(fulls)
@@ -197,7 +212,7 @@ def _launched_ahead(stop: _Stop, turn: int) -> _Ahead | None:
     if profiled_to_the_end(device):
         pending.wait()
         pending = Nothing()
-    return _Ahead(stop, fulls, pending)
+    return _Ahead(stop, shards, fulls, pending)
 
 
 def _destinations(stop: _Stop, turn: int, device: torch.device) -> Iterator[Tensor]:
@@ -216,6 +231,7 @@ _routes: WeakKeyDictionary[Life, dict[tuple[str, _Stop], Sequence[_Stop]]] = Wea
 _buffers: WeakValueDictionary[int, DBuffer] = WeakValueDictionary()
 """By the addresses of their shards."""
 
+_forwards = itertools.count(1)
 _of_forward: Course | None = None
 _last: Course | None = None
 _running: Course | None = None
@@ -235,8 +251,10 @@ def _buffer_of(shard: Tensor) -> DBuffer | None:
 def forward_of(buffers: Iterable[DBuffer]) -> Iterator[None]:
     """Around a forward that is in no other's, of a module with these buffers: graphs in it make a course."""
     global _of_forward
+    number = next(_forwards)
     for buffer in buffers:
         _buffers[buffer.shard.data_ptr()] = buffer
+        buffer.forward = buffer.model.forward = number
     around, _of_forward = _of_forward, Course("training" if torch.is_grad_enabled() else "evaluation")
     try:
         yield
@@ -252,8 +270,8 @@ def running(graph: GraphSlots | None) -> Iterator[int]:
     global _last, _running
     course = _course() if graph is not None else None
     if _last is not None and _last is not course and graph is not None:
-        _last.end()
-        _last = None
+        last, _last = _last, None
+        last.end()
     if course is None or graph is None:
         settle()
         yield 0
@@ -264,6 +282,12 @@ def running(graph: GraphSlots | None) -> Iterator[int]:
         yield turn
     finally:
         _running = None
+
+
+def forget() -> None:
+    """Of a life that has ended, in which nothing arrives any more."""
+    global _last
+    _last = None
 
 
 def memory_of_gather(shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -91,7 +91,7 @@ def _take_into(full: Tensor, shard: Tensor, group: str, start: _Start) -> None:
     expected = crossing.source is not None and crossing.source == StorageWeakRef(shard.untyped_storage())
     carried = crossing.full if expected else None
     crossing.finish()
-    crossing.taken += expected
+    crossing.taken = crossing.taken + 1 if expected else 0
     if carried is None:
         start(shard, full, group_named(group)).wait()
     elif carried.data_ptr() != full.data_ptr():  # a graph that wanted a larger slot has been called since

@@ -118,6 +118,10 @@ class GradientSync:
     accumulates: bool = False
     peers: Peers = field(default_factory=Peers)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSync:
+        """Of a copy, which no ``no_sync`` that is going on is for."""
+        return GradientSync(accumulates=self.accumulates)
+
     def set_enabled(self, enabled: bool) -> None:
         self.enabled = enabled
         self.accumulates = self.accumulates or not enabled
@@ -143,6 +147,7 @@ class DBuffer:
         deadline: seconds, of the last compiled graph that gathered it; None if there was none.
         left_compiled_code: whether all ranks are known to have gathered it without one after that.
         is_part: whether the unit was cut into parts, and this is one.
+        forward: number of the last forward of a module that has it; its model's is that of any of its units.
     """
 
     name: str
@@ -157,6 +162,7 @@ class DBuffer:
     deadline: float | None = None
     left_compiled_code: bool = False
     is_part: bool = False
+    forward: int = 0
 
     def __post_init__(self) -> None:
         self.group = self.mesh.get_group(self.mesh.ndim - 1)

@@ -36,10 +36,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages in flight, each with the rank of the group at its other end."""
+    """Messages in flight, each with the rank at its other end."""
 
     works: tuple[tuple[dist.Work, int], ...]
-    group: dist.ProcessGroup
 
     def wait(self) -> None:
         """Returns when all have come, and what was sent may be written.
@@ -47,11 +46,10 @@ class Exchange:
         Raises:
             RuntimeError: at the process group's timeout, or when a rank has gone.
         """
-        for work, rank in self.works:
+        for work, peer in self.works:
             try:
                 work.wait()
             except RuntimeError as error:
-                peer = dist.get_global_rank(self.group, rank)
                 raise RuntimeError(
                     f"[rank {dist.get_rank()}] waited in vain for rank {peer}, which {CAME_TO_SOMETHING_ELSE}: {error}"
                 ) from error
@@ -91,8 +89,8 @@ def start_exchange(
     own = group.rank()
     works = [dist.irecv(each, group=_way(rank, own, group), tag=tag, group_src=rank) for each, rank in received]
     works += [dist.isend(each, group=_way(own, rank, group), tag=tag, group_dst=rank) for each, rank in sent]
-    ends = (rank for _, rank in (*received, *sent))
-    return Exchange(tuple((work, rank) for work, rank in zip(works, ends, strict=True) if work is not None), group)
+    peers = (dist.get_global_rank(group, rank) for _, rank in (*received, *sent))
+    return Exchange(tuple((work, peer) for work, peer in zip(works, peers, strict=True) if work is not None))
 
 
 def _way(sender: int, receiver: int, group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -146,6 +146,12 @@ def end_failed_graph() -> None:
         raise failures[0]
 
 
+def forget_launched() -> None:
+    """Of a process group that is gone, of which nobody can wait for anything."""
+    for each in (_gathers, _reductions, _in_flight):
+        each.clear()
+
+
 def _all_of(
     waiting: list[tuple[Tensor, Tensor]], more: Sequence[tuple[Tensor, Tensor]], with_next: bool
 ) -> list[tuple[Tensor, Tensor]]:

@@ -18,15 +18,16 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import courses
+from . import arrivals, courses
 from .collectives import follow_all
-from .ops import end_failed_graph
+from .life import Life, life
+from .ops import end_failed_graph, forget_launched
 from .registered import allocate_registered
 
 ALIGNMENT = 128
@@ -158,6 +159,21 @@ def _alone() -> Iterator[None]:
         _running = False
 
 
+_life: ref[Life] | None = None  # in which the last graph ran
+
+
+def _forget_former_life() -> None:
+    """Where the process group is another than it was (a program goes on after ranks had failed, say), what graphs had
+    left in flight is forgotten: waiting for it fails."""
+    global _life
+    now = life()
+    if _life is None or _life() is not now:
+        _life = ref(now)
+        courses.forget()
+        arrivals.forget()
+        forget_launched()
+
+
 _memories: WeakValueDictionary[tuple[dist.ProcessGroup | None, int | None, Hashable], _Memory] = WeakValueDictionary()
 """By whose registered memory it is, whose turn it is for, and :attr:`SlotSpec.memory`."""
 
@@ -221,6 +237,7 @@ class StepSlots:
         def call(args: list[Any]) -> Any:
             if gpus:
                 _check_not_recorded()
+            _forget_former_life()
             with _alone(), courses.running(in_course) as turn:
                 end_failed_graph()
                 for device in gpus:

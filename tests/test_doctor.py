@@ -160,6 +160,13 @@ def test_options_that_make_no_sense_are_refused(capsys, arguments, problem):
     assert status == 2 and problem in err
 
 
+def test_more_ranks_than_gpus_are_refused_before_any_is_started(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    status, _, err = doctor(capsys, "--calibrate", "x.json", "--ranks", "2")
+    assert status == 2 and "2 ranks on 1 GPUs: each needs one of its own; start fewer" in err
+
+
 SMALL = {"cpu": (1 << 14, 1 << 16)}
 
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from vescale_compile.checks import CHECKS, Finding, Verdict, predicted_cluster
 from vescale_compile.cost import Calibration
 from vescale_compile.cost.calibrate import calibrate
-from vescale_compile.local_ranks import CPU_RANKS, join, start_local_ranks, under_torchrun
+from vescale_compile.local_ranks import CPU_RANKS, check_gpus, join, start_local_ranks, under_torchrun
 
 _TIMEOUT = timedelta(minutes=2)  # of each collective of a calibration
 
@@ -64,6 +64,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--ranks is {args.ranks}; it must be at least 1")
     if under_torchrun() and args.ranks is not None:
         raise ValueError("--ranks: torchrun decides the number of ranks (--nproc-per-node); leave it out")
+    if torch.cuda.is_available():
+        check_gpus(args.ranks or 1, "start fewer")
 
 
 def _line(finding: Finding) -> str:

@@ -30,6 +30,13 @@ def under_torchrun() -> bool:
     return True
 
 
+def check_gpus(ranks: int, remedy: str) -> None:
+    """ValueError unless each of this machine's ranks, as many as are to be started or as torchrun has, has a GPU."""
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else ranks
+    if ranks > torch.cuda.device_count():
+        raise ValueError(f"{ranks} ranks on {torch.cuda.device_count()} GPUs: each needs one of its own; {remedy}")
+
+
 def start_local_ranks(run: Callable[..., None], args: tuple[Any, ...], ranks: int, needs: Sequence[str] = ()) -> None:
     """Calls ``run(rank, *args, ranks, rendezvous)`` in a process for each rank, and returns when all are done.
 

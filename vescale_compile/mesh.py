@@ -84,7 +84,7 @@ def whole_mesh(param: DTensor) -> DeviceMesh:
 
 def ranks_of_all_shards(mesh: DeviceMesh) -> list[int]:
     """Those that train what is sharded over ``mesh``: its own and, with hybrid sharding, those of its replicas."""
-    replicated = _meshes().replicated.values()
+    replicated = [each for each in _meshes().given.values() if each.whole.ndim == 2]
     return ranks_of(next((each.whole for each in replicated if each.shard == mesh), mesh))
 
 
@@ -115,18 +115,17 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
     if mesh.get_coordinate() is None:
         raise ValueError(f"{where}does not have this rank; call fully_shard on the ranks of the mesh alone")
     _check_communicates(mesh, where)
-    if mesh.ndim == 1:
-        return DataParallelMesh(mesh, mesh)
     names = mesh.mesh_dim_names
-    if names is None:
+    if mesh.ndim == 2 and names is None:
         raise ValueError(
             f"{where}has two dimensions without names; name them, as in "
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
         )
-    replicated = _meshes().replicated
-    if id(mesh) not in replicated:
-        replicated[id(mesh)] = DataParallelMesh(mesh, mesh[names[1]])
-    return replicated[id(mesh)]
+    given = _meshes().given
+    key = (mesh.device_type, *(mesh.get_group(dim).group_name for dim in range(mesh.ndim)))
+    if key not in given:
+        given[key] = DataParallelMesh(mesh, mesh if names is None or mesh.ndim == 1 else mesh[names[1]])
+    return given[key]
 
 
 @dataclass
@@ -136,7 +135,7 @@ class _Meshes:
     """
 
     of_all_ranks: dict[tuple[dist.ProcessGroup, str], DeviceMesh] = field(default_factory=dict)  # and type of device
-    replicated: dict[int, DataParallelMesh] = field(default_factory=dict)  # by the mesh, which it keeps
+    given: dict[tuple[str, ...], DataParallelMesh] = field(default_factory=dict)  # by type of device, and groups
 
 
 # PyTorch lets go of the default group's store when the group is destroyed. Of the group nothing would tell: meshes keep

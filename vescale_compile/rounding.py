@@ -64,8 +64,8 @@ def _roundings(module: nn.Module) -> list[tuple[str, str, Rounding]]:
         if buffer.gradient_packing is not None:
             root = buffer.model.root
             path = paths.get(root, "") if root is not None else ""
-            name, block = (f"{path}.{each}" if path else each for each in (buffer.name, buffer.block))
-            found.append((name, block, buffer.reductions.rounding))
+            name = f"{path}.{buffer.name}" if path else buffer.name
+            found.append((name, name.rpartition("#")[0] or name, buffer.reductions.rounding))
     if not found:
         raise ValueError(f"{type(module).__name__}: no unit of it has quantized gradients")
     return found

@@ -280,7 +280,10 @@ def _print(rows: Sequence[Row]) -> None:
     print("\nstep and lower bound include the optimizer's step, peak the optimizer's states")
     for row in rows:
         if row.lacking:
-            print(f"{size_text(row.peak)} is {size_text(row.lacking)} more than a device has: the step would not run")
+            print(
+                f"--replicas {row.replicas}, budget {_budget_text(row.budget)}: {size_text(row.peak)} is "
+                f"{size_text(row.lacking)} more than a device has: the step would not run"
+            )
 
 
 def _budget_text(budget: Budget) -> str:

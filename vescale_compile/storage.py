@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container
 from typing import cast
 
@@ -36,12 +37,17 @@ def allocate(
     buffer = DBuffer(name, like.new_zeros(plan.shard_numel), tuple(slots), mesh.whole, policy, sync)
     for index, (key, param) in enumerate(params.items()):
         local = buffer.local(buffer.shard, index)
-        start, stop = plan.interval(key, rank)
         if not param.is_meta:
+            start, stop = plan.interval(key, rank)
             local.copy_(param.detach().reshape(-1)[start:stop])
-        sharded = RaggedDTensor.from_local(local, mesh.shard, [RaggedShard(*plan.ragged_shard(key))], shape=param.shape)
+        placement = _placement(*plan.ragged_shard(key))
+        sharded = RaggedDTensor.from_local(local, mesh.shard, [placement], shape=param.shape)
         buffer.params.append(_as_parameter(sharded, param, Binding(buffer, index)))
     return buffer
+
+
+# Of thousands of ranks; layers are cut alike.
+_placement = functools.lru_cache(maxsize=4096)(RaggedShard)
 
 
 def _as_parameter(sharded: Tensor, original: nn.Parameter, binding: Binding) -> nn.Parameter:
@@ -109,7 +115,10 @@ def _point(param: RaggedDTensor, local: Tensor, fn: Callable[[Tensor], Tensor]) 
         # PyTorch refuses to set meta data; swapping is refused in turn once a graph was compiled.
         moved.requires_grad_(param.requires_grad)
         vars(moved).update(vars(param))
+        hooks, post_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
         torch.utils.swap_tensors(param, moved)
+        # Python's dicts of hooks stay where they are; autograd's knowledge of them is swapped away.
+        param._backward_hooks, param._post_accumulate_grad_hooks = hooks, post_hooks
     else:
         torch.Tensor.data.__set__(param, moved)  # type: ignore[attr-defined]
         param._local_tensor, param._spec = local, moved._spec

@@ -19,7 +19,7 @@ from vescale_compile.examples.llama import SIZES
 from vescale_compile.examples.optimizers import RECIPES
 from vescale_compile.examples.text import standard_library
 from vescale_compile.examples.training import TrainSettings, train
-from vescale_compile.local_ranks import CPU_RANKS, join, start_local_ranks, under_torchrun
+from vescale_compile.local_ranks import CPU_RANKS, check_gpus, join, start_local_ranks, under_torchrun
 from vescale_compile.quantities import positive
 
 DEFAULT_TEMPERATURE = 0.7
@@ -167,12 +167,8 @@ def _check_group(settings: TrainSettings, device_type: str, ranks: int) -> None:
             f"--backend {settings.backend} gives each of {ranks} ranks a model of its own; "
             "add --ddp, or run a single rank"
         )
-    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else ranks
-    if device_type == "cuda" and local_ranks > torch.cuda.device_count():
-        raise ValueError(
-            f"{local_ranks} ranks on {torch.cuda.device_count()} GPUs: each needs one of its own; "
-            "start fewer, or give --device cpu"
-        )
+    if device_type == "cuda":
+        check_gpus(ranks, "start fewer, or give --device cpu")
 
 
 def _start_ranks(settings: TrainSettings, device_type: str, ranks: int) -> int:

@@ -229,6 +229,20 @@ def test_nothing_is_carried_while_forwards_are_not_followed_by_their_backwards()
 
 
 @on_ranks(2)
+def test_nothing_is_carried_where_hooks_give_the_backward_other_tensors_than_the_forward_had():
+    data = models.batches(1, 11)[0]
+    _, call = compiled()
+
+    def step() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            call(*data).backward()
+
+    for _ in range(3):
+        step()
+    assert events(step).count("c10d::send") == IN_A_STEP
+
+
+@on_ranks(2)
 def test_a_forward_whose_loss_is_dropped():
     data = models.batches(2, 11)
     model, call = compiled()

@@ -253,6 +253,83 @@ def test_what_is_written_between_two_forwards_is_what_the_second_reads():
             assert model(*batch).item() == pytest.approx(unsharded(*batch).item(), rel=1e-6)
 
 
+class Following(models.Uneven):
+    """Half of its layers take the weights of the other half, in the middle of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__(models.DEEP)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for leader in self.layers[:2]:
+            x = leader(x)
+        with torch.no_grad():
+            for follows, leads in zip(self.layers[2:].parameters(), self.layers[:2].parameters(), strict=True):
+                follows.copy_(leads)
+        for follower in self.layers[2:]:
+            x = follower(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@on_ranks(2)
+def test_what_a_forward_writes_is_what_the_layers_after_it_read():
+    data = data_of(12) * 4
+    model, _ = sharded(Following)
+    losses = models.train(model, model.parameters(), data)
+    assert losses == pytest.approx(models.train_unsharded(Following, data, backend=None)[1], rel=1e-6)
+
+
+class Twice(models.Uneven):
+    """Goes forward and backward inside of its forward, and forward again."""
+
+    def __init__(self) -> None:
+        super().__init__(models.DEEP)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        super().forward(tokens, labels).backward()
+        return super().forward(tokens, labels)
+
+
+@on_ranks(2)
+def test_a_forward_that_goes_on_after_a_backward_waits_for_what_that_reduces():
+    """Of which some is reduced out of slots of the same turn."""
+    model, batch = known(Twice)
+    with logged(model) as log:
+        model(*batch)
+    again = [i for i, each in enumerate(log) if each == "graph"][2 * models.DEEP]
+    before = log[:again].count("leave") - log[:again].count("wait")
+    assert before > 0
+    assert log[again:][: before + 2] == ["graph", *["wait"] * before, "gather 0"]
+
+
+@on_ranks(2)
+def test_a_layer_that_a_model_has_no_more_is_not_gathered_on_a_rank_that_still_has_it():
+    model, _ = sharded()
+    batch = data_of(12)[0]
+    with torch.no_grad():
+        for _ in range(2):
+            model(*batch)
+        removed = model.layers.pop(2)
+        if dist.get_rank() == 0:
+            del removed
+            gc.collect()
+        unsharded = models.build(models.deep)
+        del unsharded.layers[2]
+        assert model(*batch).item() == pytest.approx(unsharded(*batch).item(), rel=1e-6)
+
+
+def test_what_a_former_process_group_has_left_is_not_waited_for():
+    with fake_world(2):
+        model, batch = known()
+        model(*batch).backward()
+        left = set(arrivals._arrivals.values())
+    assert left
+    with fake_world(2), mock.patch.object(arrivals.Arrival, "wait", autospec=True) as wait:
+        known()
+    assert wait.called
+    assert left.isdisjoint(call.args[0] for call in wait.call_args_list)
+
+
 @on_ranks(2)
 def test_after_a_forward_and_a_backward_that_raised_training_goes_on():
     """What they have launched is waited for, and not taken for something else."""

@@ -37,6 +37,15 @@ def test_models_share_a_mesh_though_the_first_is_gone(make_mesh):
         assert mesh_of(vc.fully_shard(nn.Linear(4, 8), mesh=mesh)) is first()
 
 
+def test_models_share_a_mesh_though_it_is_sliced_for_each():
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stage", "replicate", "shard"))
+        first, second = (mesh_of(vc.fully_shard(nn.Linear(4, 8), mesh=mesh["shard"])) for _ in range(2))
+        assert first is second
+        first, second = (mesh_of(vc.fully_shard(nn.Linear(4, 8), mesh=mesh["replicate", "shard"])) for _ in range(2))
+        assert first is second
+
+
 def test_a_store_that_is_used_again_brings_back_no_mesh():
     store = dist.HashStore()
     meshes = []

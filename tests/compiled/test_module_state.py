@@ -63,6 +63,22 @@ def test_meta_initialization_gives_the_values_of_the_unsharded_one(name):
 
 
 @on_ranks(2)
+def test_hooks_of_parameters_that_get_memory_later_run():
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    vc.fully_shard(model)
+    ran: list[str] = []
+    model.weight.register_hook(lambda grad: 3 * grad)
+    model.weight.register_post_accumulate_grad_hook(lambda param: ran.append("accumulated"))
+    model.to_empty(device="cpu")
+    model.bias.register_hook(lambda grad: 2 * grad)
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[3.0] * 3] * 2
+    assert model.bias.grad.full_tensor().tolist() == [2.0] * 2
+    assert ran == ["accumulated"]
+
+
+@on_ranks(2)
 def test_hugging_face_models_initialize_from_meta():
     from transformers import LlamaForCausalLM
 
@@ -224,6 +240,15 @@ def test_deepcopy_gives_a_model_of_its_own():
     models.train(twin, twin.parameters(), data)
     assert model(*data[0]).item() == before
     assert twin(*data[0]).item() != before
+
+
+@on_ranks(2)
+def test_a_copy_that_is_made_under_no_sync_averages_its_gradients():
+    model = vc.fully_shard(nn.Linear(3, 1))
+    with vc.no_sync(model):
+        copied = copy.deepcopy(model)
+    copied(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+    assert copied.weight.grad.full_tensor().tolist() == [[0.5] * 3]
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from muon_cases import give_grads, muon, random_tensors, shard, uneven, whole
 from ranks import on_ranks, run_on_ranks
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import vescale_compile as vc
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.optim.muon import Muon
+from vescale_compile.ragged.placement import RaggedShardError
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -122,6 +124,20 @@ def test_a_state_of_another_layout_is_refused_and_nothing_loaded() -> None:
         optimizers[1].load_state_dict(state)
     assert torch.equal(whole(optimizers[1].state[other[0]]["momentum_buffer"]), before)
     assert optimizers[1].param_groups[0]["lr"] == 0.02
+
+
+@on_ranks(2)
+def test_a_state_that_another_rank_has_saved_is_refused(tmp_path: Path) -> None:
+    params, rank = [shard(random_tensors([(6, 4)], 0)[0], vc.RaggedShard((0,), (3, 3)))], dist.get_rank()
+    optimizer = muon(params, lr=0.02)
+    give_grads(params, random_tensors([(6, 4)], seed=1))
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / f"{rank}.pt")
+    dist.barrier()
+    own, others = (torch.load(tmp_path / f"{each}.pt", weights_only=False) for each in (rank, 1 - rank))
+    optimizer.load_state_dict(own)
+    with pytest.raises(RaggedShardError, match=rf"\[rank {rank}\] .*another rank.*torch\.save"):
+        optimizer.load_state_dict(others)
 
 
 def test_states_of_another_algorithm_are_refused() -> None:

@@ -123,6 +123,32 @@ def test_a_block_steps_by_the_roots_that_it_has_when_the_frequency_changes(frequ
     torch.testing.assert_close(params[0].detach().double(), reference.weights[0], rtol=0, atol=1e-5)
 
 
+def test_an_optimizer_whose_state_was_cleared_begins_anew() -> None:
+    params = plain([(16, 24)])
+    begun = params[0].detach().clone()
+    optimizer = shampoo(params)
+    train(optimizer, params, 0, 4)
+    first = params[0].detach().clone()
+    optimizer.state.clear()
+    params[0].data.copy_(begun)
+    train(optimizer, params, 0, 4)
+    assert torch.equal(params[0], first)
+
+
+def test_roots_that_are_written_in_place_are_taken() -> None:
+    """As torch.distributed.checkpoint does, which loads into the tensors that are there."""
+    params, others = plain([(16, 24)]), plain([(16, 24)])
+    optimizer, resumed = shampoo(params, frequency=10), shampoo(others, frequency=10)
+    train(optimizer, params, 0, 8)
+    train(resumed, others, 0, 1)
+    others[0].data.copy_(params[0])
+    for key, value in resumed.state[others[0]].items():
+        value.copy_(optimizer.state[params[0]][key])
+    for each, members in ((optimizer, params), (resumed, others)):
+        train(each, members, 8, 9)
+    assert torch.equal(params[0], others[0])
+
+
 @on_ranks(2)
 def test_a_loaded_state_continues_bit_for_bit() -> None:
     model, optimizer = sharded_model()

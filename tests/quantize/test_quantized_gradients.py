@@ -174,6 +174,16 @@ def test_a_stream_goes_on_where_the_furthest_part_of_its_block_was():
 
 
 @on_ranks(2)
+def test_a_stream_goes_on_where_its_unit_has_come_to_several_buffers():
+    """As another number of ranks may make it."""
+    model = Twice()
+    model.second.double()
+    module = vc.fully_shard(model, quantize_gradients=vc.BlockInt8(32))
+    vc.load_rounding_state(module, {"(root)": 4})
+    assert vc.rounding_state(module) == {"(root)#0": 4, "(root)#1": 4}
+
+
+@on_ranks(2)
 def test_a_state_of_other_units_is_refused():
     with pytest.raises(ValueError, match=r"no state for unit '\(root\)'.*'layers.0'"):
         vc.load_rounding_state(sharded(), {"layers.0": 3})

@@ -171,11 +171,12 @@ class AdamW8bit(Optimizer):
         _check_all([(group, self._members_of(group)) for group in self.param_groups])
         for group in self.param_groups:
             present = [member for member in self._members_of(group) if member.param.grad is not None]
+            by = _coefficients(group)
             for unit in in_memory_order(present):
-                self._step_unit(group, unit)
+                self._step_unit(group, unit, by)
             mark_written(member.param for member in present)
 
-    def _step_unit(self, group: dict[str, Any], unit: list[Member]) -> None:
+    def _step_unit(self, group: dict[str, Any], unit: list[Member], by: Callable[[float], Coefficients]) -> None:
         fresh = [member for member in unit if not self.state[member.param]]
         for member, state in zip(fresh, new_states(fresh), strict=True):
             self.state[member.param] = state
@@ -184,10 +185,9 @@ class AdamW8bit(Optimizer):
             count = self.state[member.param]["step"].add_(1)
             steps.setdefault(count.item(), []).append(member)
         for step, members in steps.items():
-            by = Coefficients.at(step, float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
             states = [self.state[member.param] for member in members]
             for run in runs_of(members, states, join=group["foreach"] is not False):
-                run.step(by, compile=group["compile"])
+                run.step(by(step), compile=group["compile"])
 
     def _members_of(self, group: Mapping[str, Any]) -> list[Member]:
         params = group["params"]
@@ -259,6 +259,12 @@ def _granularity(blocks: Blocks, name: str, param: Tensor) -> Granularity | None
         raise ValueError(f"AdamW8bit.granularity_for: {describe(param, name)}: {error}") from None
 
 
+def _coefficients(group: Mapping[str, Any]) -> Callable[[float], Coefficients]:
+    """Of a group's parameters at their steps: each made once, and the learning rate, maybe on a GPU, read once."""
+    lr = float(group["lr"])
+    return functools.cache(lambda step: Coefficients.at(step, lr, group["betas"], group["eps"], group["weight_decay"]))
+
+
 def _check_all(groups: list[tuple[dict[str, Any], list[Member]]]) -> None:
     """Refuses gradients that no step can take, before anything changes."""
     checked = [
@@ -268,12 +274,13 @@ def _check_all(groups: list[tuple[dict[str, Any], list[Member]]]) -> None:
         for member in members
     ]
     meshes = dict.fromkeys(mesh for _, _, mesh in checked)
-    if len({tuple(ranks_of(mesh)) for mesh in meshes if mesh is not None}) > 1:
+    sharded = [mesh for mesh in meshes if mesh is not None]
+    if len(sharded) > 1 and len({tuple(ranks_of(mesh)) for mesh in sharded}) > 1:
         raise ValueError(
             "AdamW8bit: its parameters are sharded over meshes of different ranks, which would not all hear of a "
             "gradient that is unusable: build an optimizer for each mesh, or say check_gradients=False"
         )
-    for mesh in [mesh for mesh in meshes if mesh is not None] or meshes:
+    for mesh in sharded or meshes:
         # Parameters that every rank holds whole go with the others: ranks must refuse them together, too.
         check_all_gradients("AdamW8bit", [(name, param) for name, param, over in checked if over in (mesh, None)])
     # After ranks were compared, so that none waits for one that has raised this.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +74,8 @@ class Member:
 
 
 def _check_cuts(param: RaggedDTensor, grid: BlockGrid, where: str) -> None:
-    for rank, (start, stop) in enumerate(param.placement.intervals(param.shape)):
-        if start < stop and grid.cuts(stop):
+    for rank, (start, stop) in param.placement.held(param.shape).items():
+        if grid.cuts(stop):
             size = f"{grid.w} elements" if grid.h == 1 else f"{grid.h} x {grid.w}"
             raise ValueError(
                 f"{where}is cut inside a block of {size}: rank {rank} of {param.device_mesh.size()} holds elements "
@@ -136,8 +135,10 @@ def _placement(member: Member, name: str) -> RaggedShard | None:
 @functools.lru_cache(maxsize=1024)
 def _placement_of_blocks(placement: RaggedShard, shape: tuple[int, ...], grid: BlockGrid) -> RaggedShard:
     """Of thousands of ranks; layers are cut alike."""
-    stops = [grid.blocks_before(stop) for _, stop in placement.intervals(shape)]
-    return RaggedShard((0,), [stop - start for start, stop in itertools.pairwise([0, *stops])])
+    counts = [0] * len(placement.local_units)
+    for rank, (start, stop) in placement.held(shape).items():
+        counts[rank] = grid.blocks_before(stop) - grid.blocks_before(start)
+    return RaggedShard((0,), counts)
 
 
 def loaded_states(unit: Sequence[Member], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ragged.dtensor import RaggedDTensor
+from ..ragged.local import check_is_of_this_rank
 from ..ragged.placement import RaggedShard
 from .units import describe, rank_prefix
 
@@ -35,9 +36,16 @@ def new_counter() -> Tensor:
     return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
-def check_state(optimizer: str, param: Tensor, state: Mapping[str, Any], layouts: Mapping[str, Layout | None]) -> None:
-    """ValueError unless a parameter's loaded state, if there is one, has tensors of these layouts and no others."""
-    where = f"{rank_prefix(param)}{optimizer}: the state of {describe(param)} "
+def check_state(
+    optimizer: str, name: str | None, param: Tensor, state: Mapping[str, Any], layouts: Mapping[str, Layout | None]
+) -> None:
+    """Refuses a parameter's loaded state, if there is one, that has not tensors of these layouts and no others.
+
+    Raises:
+        ValueError: naming the rank, the parameter, what differs and what to do.
+        RaggedShardError: another rank has saved it.
+    """
+    where = f"{rank_prefix(param)}{optimizer}: the state of {describe(param, name)} "
     if state and state.keys() != layouts.keys():
         raise ValueError(f"{where}holds {sorted(state)}, and needs {sorted(layouts)}; it is another algorithm's")
     for key, value in state.items():
@@ -48,6 +56,8 @@ def check_state(optimizer: str, param: Tensor, state: Mapping[str, Any], layouts
                 "number of ranks or another granularity are loaded through torch.distributed.checkpoint, which cuts "
                 "them anew; other blocks need a new state."
             )
+        if isinstance(param, RaggedDTensor) and isinstance(value, RaggedDTensor):
+            check_is_of_this_rank(param, value)
 
 
 def _zeros(param: Tensor, layout: Layout) -> Tensor:

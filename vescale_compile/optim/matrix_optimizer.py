@@ -151,8 +151,9 @@ class MatrixOptimizer(Optimizer):
         # load_state_dict ends here too, with nothing changed yet.
         if "param_groups" in vars(self):
             self._check_algorithms(state["param_groups"])
-            for _, param, group in members_of(state["param_groups"]):
-                check_state(self._name, param, state["state"].get(param, {}), self._layouts_by_algorithm(param, group))
+            for name, param, group in members_of(state["param_groups"]):
+                loaded = state["state"].get(param, {})
+                check_state(self._name, name, param, loaded, self._layouts_by_algorithm(param, group))
         super().__setstate__(state)
 
     def state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:

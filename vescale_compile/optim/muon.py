@@ -90,7 +90,7 @@ class Muon(MatrixOptimizer):
     ) -> None:
         if isinstance(exchange_bytes, bool) or not isinstance(exchange_bytes, int) or exchange_bytes < 1:
             raise ValueError(f"Muon: exchange_bytes is {exchange_bytes!r}; it must be an int of at least 1")
-        self._plans: dict[tuple[int, ...], MatrixPlan] = {}  # by the parameters' ids
+        self._plans: dict[tuple[tuple[int, int], ...], MatrixPlan] = {}  # by the parameters' ids, and their steps
         options = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -177,7 +177,7 @@ class Muon(MatrixOptimizer):
     def _plan_for(self, members: Members) -> MatrixPlan:
         """One for each set of parameters with gradients, of which a program may have a few, in turn."""
         first = members[0][0]
-        key = tuple(id(param) for param, _ in members)
+        key = tuple((id(param), group["ns_steps"]) for param, group in members)
         if (plan := self._plans.pop(key, None)) is None:
             matrices = [
                 matrix for i, (param, _) in enumerate(members) for matrix in matrices_of(i, param.shape, _held(param))

@@ -14,12 +14,11 @@ from torch.optim.optimizer import ParamsT
 
 from ..planner.spec import Granularity
 from ..ragged.dtensor import RaggedDTensor
-from ..ragged.placement import RaggedShard
 from .hidden import is_hidden_matrix
 from .inverse_root import NoInverseRoot
 from .layouts import Layout, layout_of, new_state
 from .matrix_optimizer import MatrixOptimizer, Members, members_of
-from .shampoo_blocks import BlockGrid, block_counts, own_blocks
+from .shampoo_blocks import BlockGrid, check_cuts, own_blocks, placement_of_blocks
 from .shampoo_step import BlockedShard, Renewed, products_are_finite, renewed_factors, step_blocks
 from .shampoo_turns import Turns, turns_of
 from .units import describe, local_elements, local_grad, rank_prefix
@@ -144,7 +143,8 @@ class Shampoo(MatrixOptimizer):
             adamw_eps=adamw_eps,
             foreach=foreach,
         )
-        self._rooted: dict[Tensor, list[bool]] = {}  # see BlockedShard; read once, for which the host waits for a GPU
+        # See BlockedShard; as of a version of the roots, as for reading them the host waits for a GPU.
+        self._rooted: dict[Tensor, tuple[int, list[bool]]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -176,14 +176,14 @@ class Shampoo(MatrixOptimizer):
                 f"{rank_prefix(param)}Shampoo: {describe(param, name)} is {param.dtype}; factors need float32. Keep "
                 "parameters in float32, and give fully_shard a MixedPrecisionPolicy"
             )
-        block_counts(param, self._grid(param), name)
+        check_cuts(param, self._grid(param), name)
 
     def _grid(self, param: Tensor) -> BlockGrid:
         return BlockGrid(tuple(param.shape), self.defaults["block"])
 
     def _layouts(self, param: Tensor) -> dict[str, Layout | None]:
         grid = self._grid(param)
-        placement = RaggedShard((0,), block_counts(param, grid)) if isinstance(param, RaggedDTensor) else None
+        placement = placement_of_blocks(param.placement, grid) if isinstance(param, RaggedDTensor) else None
         left, right = (Layout((grid.count, size, size), placement) for size in grid.largest)
         return {
             "step": None,
@@ -215,14 +215,17 @@ class Shampoo(MatrixOptimizer):
 
     def _matrix_step(self, param: Tensor, group: dict[str, Any], turns: Turns) -> _MatrixStep:
         """What changes nothing of a parameter's step: its views, and the roots that are due."""
-        state = self.state.get(param) or new_state(param, self._layouts(param))
+        if not (state := self.state.get(param)):
+            state = new_state(param, self._layouts(param))
+            self._rooted.pop(param, None)
         grid = self._grid(param)
         blocks = own_blocks(param, grid)
         left, right = grid.largest
         columns = param.shape[-1]
         left_root = local_elements(state["left_root"]).view(-1, left, left)
-        if param not in self._rooted:  # the diagonal of an inverse root is positive
-            self._rooted[param] = left_root[:, 0, 0].bool().tolist()
+        version, rooted = self._rooted.get(param, (-1, []))
+        if version != left_root._version:
+            rooted = left_root[:, 0, 0].bool().tolist()  # the diagonal of an inverse root is positive
         shard = BlockedShard(
             param=local_elements(param).view(-1, columns),
             grad=local_grad(param).view(-1, columns),
@@ -234,7 +237,7 @@ class Shampoo(MatrixOptimizer):
             right_root=local_elements(state["right_root"]).view(-1, right, right),
             blocks=blocks,
             first_due=[turns.first_due(block, group["frequency"]) for block in blocks],
-            rooted=self._rooted[param],
+            rooted=rooted,
         )
         finite = products_are_finite(shard)
         try:
@@ -250,7 +253,8 @@ class Shampoo(MatrixOptimizer):
         count = int(step.state["step"])
         step_blocks(step.shard, count, step.renewed, step.group, compiled=self.defaults["compile"])
         for block in step.renewed:
-            self._rooted[step.param][block] = True
+            step.shard.rooted[block] = True
+        self._rooted[step.param] = step.shard.left_root._version, step.shard.rooted
 
 
 def _granularity(block: int, name: str, param: Tensor) -> Granularity | None:

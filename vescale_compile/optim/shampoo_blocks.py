@@ -98,34 +98,34 @@ class BlockGrid:
 
 
 def own_blocks(param: Tensor, grid: BlockGrid) -> list[Block]:
-    """The blocks that this rank holds of a parameter that :func:`block_counts` found to be cut between blocks."""
+    """The blocks that this rank holds of a parameter that :func:`check_cuts` found to be cut between blocks."""
     blocks = grid.held(*(param.interval if isinstance(param, RaggedDTensor) else (0, param.numel())))
     assert blocks is not None
     return blocks
 
 
-def block_counts(param: Tensor, grid: BlockGrid, name: str | None = None) -> list[int]:
-    """How many blocks each rank of a parameter's mesh holds; of one that is not sharded, this rank alone.
-
-    Raises:
-        ValueError: a rank's shard begins or ends inside a block, naming the rank and the parameter.
-    """
+def check_cuts(param: Tensor, grid: BlockGrid, name: str | None = None) -> None:
+    """ValueError if a rank's shard of a parameter begins or ends inside a block, naming the rank and the parameter."""
     if not isinstance(param, RaggedDTensor):
-        return [grid.count]
-    counts = []
-    for rank, count in enumerate(_counts(param.placement, grid)):
+        return
+    for rank, count in _counts(param.placement, grid).items():
         if count is None:
             raise ValueError(
                 f"{rank_prefix(param)}Shampoo: {describe(param, name)} is cut inside a block of {grid.size} rows: rank "
                 f"{rank} of its mesh holds elements {param.placement.interval(param.shape, rank)}. Shard it with "
                 f"fully_shard(granularity=Shampoo.granularity_for(block={grid.size}))"
             )
-        counts.append(count)
-    return counts
 
 
 @functools.lru_cache(maxsize=1024)
-def _counts(placement: RaggedShard, grid: BlockGrid) -> tuple[int | None, ...]:
-    """Of thousands of ranks; layers are cut alike. None for a rank whose part begins or ends inside a block."""
-    held = (grid.held(*interval) for interval in placement.intervals(grid.shape))
-    return tuple(None if blocks is None else len(blocks) for blocks in held)
+def placement_of_blocks(placement: RaggedShard, grid: BlockGrid) -> RaggedShard:
+    """Where tensors of one row for each block lie, of a parameter that :func:`check_cuts` found to be cut between
+    blocks. Of thousands of ranks; layers are cut alike."""
+    counts = _counts(placement, grid)
+    return RaggedShard((0,), [counts.get(rank) or 0 for rank in range(len(placement.local_units))])
+
+
+def _counts(placement: RaggedShard, grid: BlockGrid) -> dict[int, int | None]:
+    """How many blocks each rank holds that holds some; None for one whose part begins or ends inside a block."""
+    held = {rank: grid.held(*interval) for rank, interval in placement.held(grid.shape).items()}
+    return {rank: None if blocks is None else len(blocks) for rank, blocks in held.items()}

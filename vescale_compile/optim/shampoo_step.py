@@ -45,7 +45,7 @@ class BlockedShard:
     right_root: Tensor
     blocks: Sequence[Block]
     first_due: Sequence[int]
-    rooted: Sequence[bool]
+    rooted: list[bool]
 
 
 class Renewed(NamedTuple):

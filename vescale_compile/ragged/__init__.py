@@ -9,4 +9,5 @@
 - :mod:`.reductions`   norms and full reductions, over the mesh
 - :mod:`.redistribute` between ragged layouts, Replicate, Shard and Partial
 - :mod:`.checkpoint`   what torch.distributed.checkpoint asks of a tensor
+- :mod:`.save_planner` a plan of what ranks save that thousands of them can afford
 """

@@ -80,13 +80,20 @@ def same_layout(first: DTensor, second: object) -> bool:
     if a is b:
         return True
     same_mesh = a.mesh is b.mesh or a.mesh == b.mesh
-    if same_mesh and a.mesh is not b.mesh and (saved := b.mesh.get_coordinate()) != a.mesh.get_coordinate():
+    if same_mesh:
+        check_is_of_this_rank(first, second)
+    return same_mesh and first.shape == second.shape and (a.placements == b.placements or _same_runs(first, second))
+
+
+def check_is_of_this_rank(tensor: DTensor, loaded: DTensor) -> None:
+    """RaggedShardError if the second, over an equal mesh, was loaded from what another rank has saved."""
+    here, there = tensor._spec.mesh, loaded._spec.mesh
+    if here is not there and (saved := there.get_coordinate()) != here.get_coordinate():
         raise RaggedShardError(
-            f"[rank {dist.get_rank()}] a tensor of shape {tuple(second.shape)} holds the elements of another rank, "
+            f"[rank {dist.get_rank()}] a tensor of shape {tuple(loaded.shape)} holds the elements of another rank, "
             f"that at {saved} of the mesh, which has saved it: torch.save writes a rank's own elements. Save on every "
             "rank to a file of its own, or by torch.distributed.checkpoint"
         )
-    return same_mesh and first.shape == second.shape and (a.placements == b.placements or _same_runs(first, second))
 
 
 def _same_runs(first: DTensor, second: DTensor) -> bool:
@@ -94,7 +101,7 @@ def _same_runs(first: DTensor, second: DTensor) -> bool:
     return (
         isinstance(first, RaggedDTensor)
         and isinstance(second, RaggedDTensor)
-        and first.placement.intervals(first.shape) == second.placement.intervals(second.shape)
+        and first.placement.held(first.shape) == second.placement.held(second.shape)
     )
 
 

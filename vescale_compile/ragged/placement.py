@@ -48,7 +48,7 @@ class RaggedShard(Placement):
         dims, local_units = tuple(dims), tuple(local_units)
         if dims != tuple(range(len(dims))):
             raise ValueError(f"RaggedShard dims must be a prefix (0, 1, ..., i-1) of the dimensions, got {dims}")
-        if any(units < 0 for units in local_units) or sum(local_units) == 0:
+        if min(local_units, default=0) < 0 or not any(local_units):
             raise ValueError(
                 f"RaggedShard local_units must be one non-negative count for each rank, not all zero, got {local_units}"
             )
@@ -110,7 +110,9 @@ class RaggedShard(Placement):
         Raises:
             ValueError: a tensor of `shape` can't be cut this way.
         """
-        return _intervals(self, tuple(shape))
+        unit = self.unit_numel(shape)
+        stops = itertools.accumulate((units * unit for units in self.local_units), initial=0)
+        return tuple(itertools.pairwise(stops))
 
     def held(self, shape: Sequence[int]) -> dict[int, tuple[int, int]]:
         """Of :meth:`intervals` those that are not empty, by rank: few, where many ranks share many parameters.
@@ -130,13 +132,6 @@ class RaggedShard(Placement):
             ValueError: a tensor of `shape` can't be cut this way.
         """
         return _interval(self, tuple(shape), rank)
-
-
-@lru_cache(maxsize=256)
-def _intervals(placement: RaggedShard, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    unit = placement.unit_numel(shape)
-    stops = itertools.accumulate((units * unit for units in placement.local_units), initial=0)
-    return tuple(itertools.pairwise(stops))
 
 
 @lru_cache(maxsize=1 << 16)

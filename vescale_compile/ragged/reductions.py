@@ -1,5 +1,5 @@
-"""Norms and full reductions of RaggedDTensors: plain tensors, equal on every rank, by one all-reduce each, of lists by
-one for each mesh."""
+"""Norms and full reductions of RaggedDTensors: plain tensors, equal on every rank but for :func:`any_here`, by one
+all-reduce each, of lists by one for each mesh."""
 
 from __future__ import annotations
 
