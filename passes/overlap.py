@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -30,6 +30,7 @@ from ..schedule import (
     simulate,
     synchronous_schedule,
 )
+from ..schemas import is_view
 from .agreed import agreed_schedule
 from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
@@ -64,6 +65,7 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
         _move(gm.graph, schedule, collectives, segments)
         _place_carried(gm.graph)
         timeline = simulate(tasks, schedule)
+    _put_views_behind_waits(gm.graph, collectives)
     context.predictions[context.part] = predict(tasks, timeline, *_bounds(tasks, collectives))
     context.needs[context.part] = Need(*_taken(memory), least_peak(tasks) + room_ahead(tasks))
 
@@ -140,6 +142,34 @@ def largest_first(context: CompileContext) -> str:
         "Or begin with the largest batch, on all ranks: the first to be compiled has decided for all that "
         f"{', '.join(names[:_NAMED])}{more} are kept for the backward, for which this one leaves no room"
     )
+
+
+def _put_views_behind_waits(graph: fx.Graph, collectives: Sequence[Collective]) -> None:
+    """Has views of what is gathered come after it, too: where Inductor wants one in another layout, as it does weights
+    of convolutions that the backward reads, it copies it where the view stands."""
+    order = order_of(graph)
+    for each in collectives:
+        if each.gathers:
+            for view in reversed(list(_views_of(each.buffers[0]))):
+                if order[view] < order[each.wait] < min((order[user] for user in _users_of(view)), default=0):
+                    each.wait.append(view)
+
+
+def _views_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Views of a node's memory, each before the views of itself."""
+    for user in node.users:
+        if is_view(user):
+            yield user
+            yield from _views_of(user)
+
+
+def _users_of(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads or writes the memory by this view of it, or by one of this."""
+    for user in node.users:
+        if is_view(user):
+            yield from _users_of(user)
+        else:
+            yield user
 
 
 def _place_carried(graph: fx.Graph) -> None:

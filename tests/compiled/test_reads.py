@@ -1,6 +1,7 @@
 """What kernels read where memory was written before, and after."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 
 import models
@@ -14,6 +15,8 @@ from written import code_written_for
 import vescale_compile as vc
 from vescale_compile import backend
 from vescale_compile.torch_internals.inductor_reads import reads_known_by_their_writes
+
+overlap = importlib.import_module("vescale_compile.passes.overlap")  # which the pass of that name hides
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -106,11 +109,26 @@ class Halved(nn.Module):
         return (x * self.gain).square().mean() + sum((w * w.flip(0).detach()).sum() for w in weights) / 1024
 
 
-@pytest.mark.parametrize(("program", "shape"), [(Reversed, (4, 32)), (Gated, (8, 16)), (Halved, (8, 32))])
+class Filtered(nn.Module):
+    """Inductor copies the weight of the convolution to another layout, where the backward is to read it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.head = nn.Conv2d(3, 32, 4, 4), nn.Linear(32, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.filter(image).flatten(2).mean(2)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("program", "shape", "reshard"),
+    [(Reversed, (4, 32), True), (Gated, (8, 16), True), (Halved, (8, 32), True), (Filtered, (4, 3, 16, 16), False)],
+)
 @on_ranks(2)
-def test_kernels_read_the_parameters_that_the_program_reads(program, shape):
+def test_kernels_read_the_parameters_that_the_program_reads(program, shape, reshard):
     torch._dynamo.reset()
-    model, call = models.sharded(program, compile="inductor", cluster=models.SLOW_WIRE)
+    options = {"cluster": models.SLOW_WIRE, "reshard_after_forward": reshard}
+    model, call = models.sharded(program, compile="inductor", **options)
     reference = models.build(program)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     loss, expected = call(x), reference(x)
@@ -127,3 +145,13 @@ def test_kernels_that_would_read_something_else_are_refused(monkeypatch):
         model = torch.compile(vc.fully_shard(Gated()), backend="vescale", options={"cluster": models.SLOW_WIRE})
         with pytest.raises(Exception, match=r"read (slot_|buf)\d+ while it does not hold"):
             code_written_for(lambda: model(torch.ones(8, 16)).backward())
+
+
+def test_kernels_that_would_read_what_was_not_gathered_yet_are_refused(monkeypatch):
+    monkeypatch.setattr(overlap, "_put_views_behind_waits", lambda *_: None)
+    torch._dynamo.reset()
+    with fake_world(2):
+        sharded = vc.fully_shard(Filtered(), reshard_after_forward=False)
+        model = torch.compile(sharded, backend="vescale", options={"cluster": models.SLOW_WIRE})
+        with pytest.raises(Exception, match=r"read buf\d+ while it does not hold"):
+            code_written_for(lambda: model(torch.ones(4, 3, 16, 16)))

@@ -69,8 +69,8 @@ class CheckedReads(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  
 
     A turn of a piece of memory begins with each operator of ours that writes it as a whole: a launch, a wait; and with
     each write to another that has some of its bytes. A read names the write that it wants to see: it must come in that
-    turn, and, but for our own operators, not while a collective is in flight there. A write comes in the turn in which
-    the graph has it.
+    turn, and, but for our own operators, not before or while a collective is in flight there. A write comes in the turn
+    in which the graph has it.
 
     Args:
         sharing: gives the inputs of a graph that have memory in common with others, each with all those.
@@ -105,6 +105,7 @@ def _check_turns(nodes: Sequence[Any], memory: dict[str, str], others: Mapping[s
     places = {operation.get_operation_name(): place for place, operation in enumerate(V.graph.operations)}
     turns, turn_of, in_flight = Counter[str](), dict[str, int](), set[str]()
     written_in: dict[tuple[str, str], int] = {}  # by node and memory: the turn before it writes there
+    arriving = set[str]()  # memory that collectives write
     for node in sorted(nodes, key=lambda node: places[node.get_name()]):
         operator = _our_operator(node)
         for written, where in _written(node, memory):
@@ -113,6 +114,7 @@ def _check_turns(nodes: Sequence[Any], memory: dict[str, str], others: Mapping[s
             turn_of[written] = turns[where]
             if operator.startswith(_LAUNCHES):
                 in_flight.add(written)
+                arriving.add(where)
     turns.clear()
     for node in nodes:
         operator = _our_operator(node)
@@ -120,7 +122,8 @@ def _check_turns(nodes: Sequence[Any], memory: dict[str, str], others: Mapping[s
         reads = {each.name for each in node.read_writes.reads if not isinstance(each, WeakDep)}  # those are of an order
         for read in sorted(node.mutation_renames.get(name, name) for name in reads):
             where = memory.get(read, read)
-            too_early = read in in_flight and not operator
+            unwritten = where in arriving and read not in turn_of
+            too_early = (unwritten or read in in_flight) and not operator
             if where not in overwritten and (too_early or turn_of.get(read, 0) != turns[where]):
                 _refuse(f"have {node.get_name()} read {where} while it does not hold what the graph reads there")
         for where in sorted(overwritten):
