@@ -32,7 +32,7 @@ from .context import (
     marked_buffer,
 )
 from .edit import nbytes_of, value_of
-from .moves import MOVES, PAD, buffer_behind
+from .moves import MOVES, buffer_behind
 from .summary import Direction, Entry, Kind
 
 _aten = torch.ops.aten
@@ -128,8 +128,8 @@ def _movements(node: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileCon
         if buffer is None or not (kind or promoted):
             continue
         gathers = buffer.use is Use.PARAMETERS
-        why = "padded" if node.target is PAD else "by the program itself"
-        why = f"to the dtype of {node.target}" if promoted else why if gathers else _TO_SHARD
+        why = "by the program itself" if gathers else _TO_SHARD
+        why = f"to the dtype of {node.target}" if promoted else why
         direction = Direction.GATHER if gathers else Direction.REDUCE
         yield Entry(kind or Kind.CAST, direction, context.units[buffer.unit].name, _moved_bytes(source, node), why)
 

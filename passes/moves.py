@@ -15,10 +15,9 @@ from .summary import Kind
 
 _aten = torch.ops.aten
 CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-PAD = _aten.constant_pad_nd.default  # as Inductor pads operands of products whose kernels like other shapes
 MOVES: dict[OpOverload, Kind] = {
     _aten.clone.default: Kind.COPY,
-    PAD: Kind.COPY,
+    _aten.constant_pad_nd.default: Kind.COPY,
     _aten.cat.default: Kind.CONCATENATION,
 } | dict.fromkeys(CASTS, Kind.CAST)
 

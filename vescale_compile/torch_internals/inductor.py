@@ -89,14 +89,14 @@ def kernels_compiled_beside() -> Iterator[None]:
         compiler.wait(scope)
 
 
-def rounds_as_operators() -> dict[str, bool]:
+def rounds_as_operators() -> dict[str, bool | None]:
     """Options of Inductor by which Triton's kernels round each division and product as PyTorch's operators do."""
     return _known_options(
         {"eager_numerics.division_rounding", "emulate_divison_rounding", "emulate_precision_casts"}, True
     )
 
 
-def passes_left_out() -> dict[str, bool]:
+def passes_left_out() -> dict[str, bool | None]:
     """What Inductor is not to do with graphs of ours, whatever the user says."""
     always = (
         # The schedule is ours: what reads a slot must not move behind its next launch.
@@ -124,10 +124,11 @@ def passes_left_out() -> dict[str, bool]:
         # It moves nodes behind the checks of their order.
         "reorder_for_compute_comm_overlap",
     }
-    return dict.fromkeys(always, False) | _known_options(where_there_are, False)
+    policies = {"cudagraph_policy"}  # of a program that records CUDA graphs in a way of its own
+    return dict.fromkeys(always, False) | _known_options(where_there_are, False) | _known_options(policies, None)
 
 
-def _known_options(names: set[str], value: bool) -> dict[str, bool]:
+def _known_options(names: set[str], value: bool | None) -> dict[str, bool | None]:
     """Those of the options that this version of Inductor has."""
     return dict.fromkeys(sorted(names & set(torch._inductor.list_options())), value)
 
