@@ -147,11 +147,11 @@ def largest_first(context: CompileContext) -> str:
 def _put_views_behind_waits(graph: fx.Graph, collectives: Sequence[Collective]) -> None:
     """Has views of what is gathered come after it, too: where Inductor wants one in another layout, as it does weights
     of convolutions that the backward reads, it copies it where the view stands."""
-    order = order_of(graph)
+    order = order_of(graph)  # as it was will do: the views of one buffer are moved once
     for each in collectives:
         if each.gathers:
             for view in reversed(list(_views_of(each.buffers[0]))):
-                if order[view] < order[each.wait] < min((order[user] for user in _users_of(view)), default=0):
+                if order[view] < order[each.wait] < min((order[user] for user in _users_of(view)), default=math.inf):
                     each.wait.append(view)
 
 

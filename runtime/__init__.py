@@ -23,7 +23,8 @@ What there is of a unit, and of all:
 - :mod:`.pool`          static memory for communication, shared by compiled graphs; :mod:`.registered`, if the network
   is to know it
 - :mod:`.arrivals`      reduced gradients on their way to whoever first reads them
-- :mod:`.courses`       layers compiled one by one: what a graph launches for the next
+- :mod:`.courses`       layers compiled one by one: what a graph launches for the next; :mod:`.writes`, whether that
+  was written to meanwhile
 
 Among ranks:
 

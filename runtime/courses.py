@@ -10,8 +10,8 @@ A gather is a collective, so whether it is launched ahead, and whether that will
 be the same on every rank. Both follow from the order of gathers alone, and not from a rank's memory, nor from how often
 it has compiled a layer, nor from when it lets go of a layer that a model has no more. Where a shard was written to
 since its gather was launched ahead, as a forward may do with parameters of layers that it comes to later (an encoder
-whose weights follow another's), it is gathered again: writes are counted on ranks too that hold nothing of it. From
-course to course, between which optimizers write, nothing is launched ahead.
+whose weights follow another's), it is gathered again (``writes.py``). From course to course, between which optimizers
+write, nothing is launched ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_internals.autograd import in_backward, profiled_to_the_end
@@ -33,6 +33,7 @@ from .arrivals import next_number, settle, wait_for_uses
 from .backwards import running_backward
 from .collectives import Nothing, Pending
 from .life import Life, life
+from .writes import Watch, stop_watching
 
 if TYPE_CHECKING:
     from .dbuffer import DBuffer
@@ -78,20 +79,22 @@ class _Ahead:
     """A gather that was launched for the next graph."""
 
     stop: _Stop
-    shards: list[Tensor]
+    watch: Watch
     fulls: list[Tensor]
     pending: Pending
 
-    def __post_init__(self) -> None:
-        self._versions = self._versions_now()
-
-    @property
     def is_stale(self) -> bool:
-        """Whether a shard was written to since."""
-        return self._versions != self._versions_now()
+        """Whether a shard was written to since: asked once, when it is wanted."""
+        try:
+            return self.watch.end()
+        except RuntimeError:
+            self.end()
+            raise
 
-    def _versions_now(self) -> list[int]:
-        return [-1 if shard.is_inference() else shard._version for shard in self.shards]
+    def end(self) -> None:
+        """Waits for what nobody takes."""
+        self.watch.leave()
+        self.pending.wait()
 
     def by_source(self) -> dict[StorageWeakRef, Tensor]:
         return dict(zip(self.stop.sources, self.fulls, strict=True))
@@ -155,7 +158,7 @@ class Course:
         for all that others have left."""
         ahead, self._ahead, self._known, self._begun = self._ahead, None, (), math.inf
         if ahead is not None:
-            ahead.pending.wait()
+            ahead.end()
 
     def _stop(self, pairs: Pairs, group: str, start: Start) -> _Stop:
         assert self._graph is not None
@@ -178,9 +181,9 @@ class Course:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        if ahead.stop == stop and not ahead.is_stale:
+        if ahead.stop == stop and not ahead.is_stale():
             return ahead.into([full for _, full in pairs])
-        ahead.pending.wait()
+        ahead.end()
         return None
 
     def _next_after(self, stop: _Stop) -> _Stop | None:
@@ -202,17 +205,18 @@ class Course:
 
 def _launched_ahead(stop: _Stop, turn: int) -> _Ahead | None:
     buffers = [each() for each in stop.buffers]
-    shards = [buffer.shard for buffer in buffers if buffer is not None and buffer.forward == buffer.model.forward]
+    shards = [buffer.shard for buffer in buffers if buffer is not None and buffer.forward >= buffer.model.forward]
     if len(shards) < len(buffers):
         return None  # the model has them no more
     device = shards[0].device
     fulls = list(_destinations(stop, turn, device))
     wait_for_uses(fulls)
+    watch = Watch(shards)
     pending = stop.start(list(zip(shards, fulls, strict=True)), stop.group)
     if profiled_to_the_end(device):
         pending.wait()
         pending = Nothing()
-    return _Ahead(stop, shards, fulls, pending)
+    return _Ahead(stop, watch, fulls, pending)
 
 
 def _destinations(stop: _Stop, turn: int, device: torch.device) -> Iterator[Tensor]:
@@ -248,13 +252,15 @@ def _buffer_of(shard: Tensor) -> DBuffer | None:
 
 
 @contextlib.contextmanager
-def forward_of(buffers: Iterable[DBuffer]) -> Iterator[None]:
+def forward_of(module: nn.Module, buffers: Iterable[DBuffer]) -> Iterator[None]:
     """Around a forward that is in no other's, of a module with these buffers: graphs in it make a course."""
     global _of_forward
     number = next(_forwards)
     for buffer in buffers:
         _buffers[buffer.shard.data_ptr()] = buffer
-        buffer.forward = buffer.model.forward = number
+        buffer.forward = number
+        if buffer.model.root is module:
+            buffer.model.forward = number
     around, _of_forward = _of_forward, Course("training" if torch.is_grad_enabled() else "evaluation")
     try:
         yield
@@ -288,6 +294,7 @@ def forget() -> None:
     """Of a life that has ended, in which nothing arrives any more."""
     global _last
     _last = None
+    stop_watching()
 
 
 def memory_of_gather(shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

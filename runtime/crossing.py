@@ -88,10 +88,12 @@ def _take_into(full: Tensor, shard: Tensor, group: str, start: _Start) -> None:
     """Waits for the gather that the last forward launched. If that forward was another's, or launched none, or its
     gather was taken before, the shard is gathered now."""
     crossing = _crossing_into(full, group)
-    expected = crossing.source is not None and crossing.source == StorageWeakRef(shard.untyped_storage())
+    source = crossing.source
+    expected = source is not None and source == StorageWeakRef(shard.untyped_storage())
     carried = crossing.full if expected else None
     crossing.finish()
-    crossing.taken = crossing.taken + 1 if expected else 0
+    if source is not None:
+        crossing.taken = crossing.taken + 1 if expected else 0
     if carried is None:
         start(shard, full, group_named(group)).wait()
     elif carried.data_ptr() != full.data_ptr():  # a graph that wanted a larger slot has been called since

@@ -147,7 +147,7 @@ class DBuffer:
         deadline: seconds, of the last compiled graph that gathered it; None if there was none.
         left_compiled_code: whether all ranks are known to have gathered it without one after that.
         is_part: whether the unit was cut into parts, and this is one.
-        forward: number of the last forward of a module that has it; its model's is that of any of its units.
+        forward: number of the last forward of a module that has it.
     """
 
     name: str
@@ -198,8 +198,8 @@ class DBuffer:
 
     @property
     def block(self) -> str:
-        """The name of what it is a part of; its own if it is none."""
-        return self.name.rpartition("#")[0] if self.is_part else self.name
+        """The name of what it is a part of; empty if it is none."""
+        return self.name.rpartition("#")[0] if self.is_part else ""
 
     def rename(self, name: str, params: Sequence[str]) -> None:
         """Gives the unit and its parameters other names, for messages."""

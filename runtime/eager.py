@@ -19,6 +19,7 @@ from .boundary import Binding, flat_input
 from .dbuffer import DBuffer
 from .model import Forward
 from .unshard import unshard
+from .writes import version_of
 
 
 @dataclass
@@ -80,7 +81,7 @@ def unsharded(binding: Binding) -> Tensor:
 def _key(buffer: DBuffer) -> tuple[bool | int, ...]:
     """Changes with whatever makes a gathered copy unusable: autograd's modes, what is frozen, a write to the shard."""
     trainable = (param.requires_grad for param in buffer.params)
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _version(buffer.shard), *trainable
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), version_of(buffer.shard), *trainable
 
 
 def _gather(buffer: DBuffer) -> _Gathered:
@@ -93,16 +94,12 @@ def _gather(buffer: DBuffer) -> _Gathered:
     # What is made in inference mode counts no writes.
     with torch.inference_mode(False), torch.set_grad_enabled(grads):
         params = unshard(flat, buffer.reductions_handle, views, buffer.comm(buffer.number), found=found)
-    return _Gathered(_key(buffer), params, _version(params[0]))
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return _Gathered(_key(buffer), params, version_of(params[0]))
 
 
 def _check_unwritten(buffer: DBuffer, gathered: _Gathered | None) -> None:
     """A gathered parameter is a copy: writing to it in a forward would be lost without a word."""
-    if gathered is not None and _version(gathered.params[0]) != gathered.version:
+    if gathered is not None and version_of(gathered.params[0]) != gathered.version:
         raise RuntimeError(
             f"[rank {buffer.rank}] {buffer.name}: a parameter of this unit was written to inside forward. "
             "There it is a gathered copy, and the write would be lost: write to the sharded parameter outside "

@@ -89,7 +89,8 @@ def start_exchange(
     own = group.rank()
     works = [dist.irecv(each, group=_way(rank, own, group), tag=tag, group_src=rank) for each, rank in received]
     works += [dist.isend(each, group=_way(own, rank, group), tag=tag, group_dst=rank) for each, rank in sent]
-    peers = (dist.get_global_rank(group, rank) for _, rank in (*received, *sent))
+    ranks = dist.get_process_group_ranks(group)
+    peers = (ranks[rank] for _, rank in (*received, *sent))
     return Exchange(tuple((work, peer) for work, peer in zip(works, peers, strict=True) if work is not None))
 
 

@@ -29,7 +29,7 @@ class Model:
         self.buffers = WeakSet(buffers)
         self._root = weakref.ref(root) if root is not None else None
         self.forwards: WeakSet[Forward] = WeakSet()
-        self.forward = 0  # number of the last forward of a module that has units of it
+        self.forward = 0  # number of its root's last forward
 
     @property
     def root(self) -> nn.Module | None:

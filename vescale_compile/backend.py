@@ -36,6 +36,7 @@ from .sharded_class import anything_sharded
 from .shared_lowering import lowered_once
 from .torch_internals.aot import Cut, Halves, WrappedPartitioner, aot_compile, run_boxed
 from .torch_internals.inductor import (
+    cudagraph_options,
     examined_cpu,
     inductor_compile,
     inductor_compile_inner,
@@ -165,8 +166,8 @@ def _lower_inductor(
 ) -> Callable[..., Any]:
     context = captured.context  # not the capture: what is compiled must not keep the model's buffers
     on_cpu = generate_code and any(unit.shard.device.type == "cpu" for unit in context.units)
-    if torch._inductor.config.triton.cudagraphs:
-        _warn_of_cudagraphs()
+    for option in cudagraph_options():
+        _warn_of_cudagraphs(option)
     warm_start = WarmStart(context, add_slots, examined_cpu() if on_cpu else None)
     cached = generate_code and not dump.active
     if cached:
@@ -263,10 +264,11 @@ def _run_as_is(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _warn_of_cudagraphs() -> None:
+def _warn_of_cudagraphs(option: str) -> None:
     _log.warning(
-        "backend='vescale': torch._inductor.config.triton.cudagraphs is on, and has no effect on graphs that gather or "
-        "reduce: their shards would be copied to where the CUDA graph was recorded."
+        "backend='vescale': torch._inductor.config.%s is on, and has no effect on graphs that gather or reduce: their "
+        "shards would be copied to where the CUDA graph was recorded.",
+        option,
     )
 
 

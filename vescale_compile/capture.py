@@ -213,7 +213,7 @@ def _graph_unit(ordinal: int, name: str, buffer: DBuffer, params: Sequence[Tenso
         reshard,
         accumulates,
         reductions,
-        block=buffer.block if buffer.is_part else "",
+        block=buffer.block,
         stride=stride_of(buffer.group),
         replica_stride=stride_of(buffer.replicas) if buffer.replicas is not None else 1,
     )

@@ -10,12 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .backend import own_errors, vescale
 from .report import GraphReport, Report
 from .runtime.crossing import forget_carried
 from .runtime.decisions import Trial
+from .runtime.writes import version_of
 from .sharded_module import uncompiled
 
 
@@ -62,7 +63,7 @@ _OF_ITS_OWN: dict[str, Any] = (
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
     """Gives buffers (running statistics, say) back the values that they had."""
     before = [
-        (part, name, buffer, buffer.clone(), _writes_to(buffer))
+        (part, name, buffer, buffer.clone(), version_of(buffer))
         for part in module.modules()
         for name, buffer in part._buffers.items()
         if buffer is not None
@@ -72,9 +73,4 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for part, name, buffer, value, writes in before:
-                part._buffers[name] = buffer if _writes_to(buffer) == writes else buffer.copy_(value)
-
-
-def _writes_to(buffer: Tensor) -> int:
-    """How many there were; nobody counts those to a tensor that was made in inference mode."""
-    return 0 if buffer.is_inference() else buffer._version
+                part._buffers[name] = buffer if version_of(buffer) == writes else buffer.copy_(value)

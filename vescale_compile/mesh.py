@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -122,7 +123,7 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
         )
     given = _meshes().given
-    key = (mesh.device_type, *(mesh.get_group(dim).group_name for dim in range(mesh.ndim)))
+    key = mesh.device_type, names, tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
     if key not in given:
         given[key] = DataParallelMesh(mesh, mesh if names is None or mesh.ndim == 1 else mesh[names[1]])
     return given[key]
@@ -135,7 +136,7 @@ class _Meshes:
     """
 
     of_all_ranks: dict[tuple[dist.ProcessGroup, str], DeviceMesh] = field(default_factory=dict)  # and type of device
-    given: dict[tuple[str, ...], DataParallelMesh] = field(default_factory=dict)  # by type of device, and groups
+    given: dict[tuple[Any, ...], DataParallelMesh] = field(default_factory=dict)  # by type of device, names and groups
 
 
 # PyTorch lets go of the default group's store when the group is destroyed. Of the group nothing would tell: meshes keep

@@ -40,7 +40,7 @@ def load_rounding_state(module: nn.Module, state: Mapping[str, int]) -> None:
     """
     of_blocks: dict[str, int] = {}
     for name, count in state.items():
-        for block in (name, name.rpartition("#")[0]):
+        for block in (name, _block_of(name)):
             of_blocks[block] = max(count, of_blocks.get(block, 0))
     found: list[tuple[Rounding, int]] = []
     for name, block, rounding in _roundings(module):
@@ -65,7 +65,12 @@ def _roundings(module: nn.Module) -> list[tuple[str, str, Rounding]]:
             root = buffer.model.root
             path = paths.get(root, "") if root is not None else ""
             name = f"{path}.{buffer.name}" if path else buffer.name
-            found.append((name, name.rpartition("#")[0] or name, buffer.reductions.rounding))
+            found.append((name, _block_of(name), buffer.reductions.rounding))
     if not found:
         raise ValueError(f"{type(module).__name__}: no unit of it has quantized gradients")
     return found
+
+
+def _block_of(unit: str) -> str:
+    """The name of what a unit is one of several buffers of; its own if it is the only one."""
+    return unit.rpartition("#")[0] or unit

@@ -121,7 +121,7 @@ class ShardedModule(nn.Module):
         agree_on_buffers(buffers)
         if any(buffer.mesh.size() > 1 for buffer in buffers):
             warn_of_unaveraged_in(self)
-        return courses.forward_of(buffers)
+        return courses.forward_of(self, buffers)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A forward that is set on the instance gathers and casts as its class's does."""

@@ -280,9 +280,10 @@ def _print(rows: Sequence[Row]) -> None:
     print("\nstep and lower bound include the optimizer's step, peak the optimizer's states")
     for row in rows:
         if row.lacking:
+            within = "" if row.budget is None else f" --budget {_budget_text(row.budget)}"
             print(
-                f"--replicas {row.replicas}, budget {_budget_text(row.budget)}: {size_text(row.peak)} is "
-                f"{size_text(row.lacking)} more than a device has: the step would not run"
+                f"--replicas {row.replicas}{within}: {size_text(row.peak)} is {size_text(row.lacking)} more than a "
+                "device has: the step would not run"
             )
 
 

@@ -1,6 +1,7 @@
 """What of the process groups' own collectives the runtime avoids, because it is wrong or missing there."""
 
 import logging
+import operator
 from unittest import mock
 
 import models
@@ -67,11 +68,14 @@ def test_what_is_sent_of_a_slot_that_nothing_was_written_to_is_finite():
 
 
 @pytest.mark.slow
-def test_cuda_graphs_are_off_and_one_warning_says_so(caplog):
+@pytest.mark.parametrize("option", ["triton.cudagraphs", "cudagraph_policy"])
+def test_cuda_graphs_are_off_and_one_warning_says_so(caplog, option):
+    if option not in torch._inductor.list_options():
+        pytest.skip(f"this PyTorch has no {option}")
     backend._warn_of_cudagraphs.cache_clear()
     seen = []
     config = torch._inductor.config
-    with config.patch("triton.cudagraphs", True), caplog.at_level(logging.WARNING):
+    with config.patch(option, True), caplog.at_level(logging.WARNING):
         for _ in range(2):
             torch._dynamo.reset()
             model = models.build(models.Uneven)
@@ -80,7 +84,7 @@ def test_cuda_graphs_are_off_and_one_warning_says_so(caplog):
                 *models.batches(1, 11, rank=0)[0],
                 cluster="h100",
                 world_size=2,
-                on_graph=lambda graph: seen.append(config.triton.cudagraphs),
+                on_graph=lambda graph: seen.append(operator.attrgetter(option)(config)),
             )
     assert seen and not any(seen)
-    assert caplog.text.count("triton.cudagraphs is on") == 1
+    assert caplog.text.count(f"{option} is on") == 1

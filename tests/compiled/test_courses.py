@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import vescale_compile as vc
 from vescale_compile.backend import vescale
 from vescale_compile.report import GraphReport
-from vescale_compile.runtime import arrivals, courses, ops, pool
+from vescale_compile.runtime import arrivals, courses, ops, pool, writes
 from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -253,11 +253,26 @@ def test_what_is_written_between_two_forwards_is_what_the_second_reads():
             assert model(*batch).item() == pytest.approx(unsharded(*batch).item(), rel=1e-6)
 
 
+WAYS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "method": lambda to, of: to.copy_(of),
+    "data": lambda to, of: to.data.copy_(of),
+    "detached": lambda to, of: to.detach().copy_(of),
+    "row": lambda to, of: to[:].copy_(of),
+    "view": lambda to, of: to.view(-1).copy_(of.view(-1)),
+    "foreach": lambda to, of: torch._foreach_copy_([to], [of]),
+}
+
+
+def write_own_elements(to: Tensor, of: Tensor) -> None:
+    to.to_local().copy_(of.to_local())
+
+
 class Following(models.Uneven):
     """Half of its layers take the weights of the other half, in the middle of the forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str = "method") -> None:
         super().__init__(models.DEEP)
+        self.how = how
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -265,18 +280,30 @@ class Following(models.Uneven):
             x = leader(x)
         with torch.no_grad():
             for follows, leads in zip(self.layers[2:].parameters(), self.layers[:2].parameters(), strict=True):
-                follows.copy_(leads)
+                WAYS.get(self.how, write_own_elements)(follows, leads)
         for follower in self.layers[2:]:
             x = follower(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.parametrize("how", WAYS)
 @on_ranks(2)
-def test_what_a_forward_writes_is_what_the_layers_after_it_read():
+def test_what_a_forward_writes_is_what_the_layers_after_it_read(how):
     data = data_of(12) * 4
-    model, _ = sharded(Following)
+    model, _ = sharded(functools.partial(Following, how))
     losses = models.train(model, model.parameters(), data)
     assert losses == pytest.approx(models.train_unsharded(Following, data, backend=None)[1], rel=1e-6)
+
+
+def test_what_a_forward_writes_to_a_rank_s_own_elements_is_refused():
+    """Others may have written to none."""
+    with fake_world(2), torch.no_grad():
+        model, _ = sharded(functools.partial(Following, "own elements"))
+        (batch,) = data_of(12)
+        model(*batch)
+        with pytest.raises(RuntimeError, match=r"\[rank 0\] what to_local\(\) gives .* was written to"):
+            model(*batch)
+        assert not writes._watching
 
 
 class Twice(models.Uneven):

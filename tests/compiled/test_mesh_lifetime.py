@@ -46,6 +46,13 @@ def test_models_share_a_mesh_though_it_is_sliced_for_each():
         assert first is second
 
 
+def test_a_mesh_with_other_names_stays_apart():
+    with fake_world(8):
+        vc.fully_shard(nn.Linear(4, 8))
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("shard",))
+        assert mesh_of(vc.fully_shard(nn.Linear(4, 8), mesh=mesh)) == mesh
+
+
 def test_a_store_that_is_used_again_brings_back_no_mesh():
     store = dist.HashStore()
     meshes = []

@@ -90,7 +90,7 @@ class Muon(MatrixOptimizer):
     ) -> None:
         if isinstance(exchange_bytes, bool) or not isinstance(exchange_bytes, int) or exchange_bytes < 1:
             raise ValueError(f"Muon: exchange_bytes is {exchange_bytes!r}; it must be an int of at least 1")
-        self._plans: dict[tuple[tuple[int, int], ...], MatrixPlan] = {}  # by the parameters' ids, and their steps
+        self._plans: dict[tuple[tuple[int, int], ...], MatrixPlan] = {}  # by the parameters' ids and ns_steps
         options = {
             "lr": lr,
             "weight_decay": weight_decay,

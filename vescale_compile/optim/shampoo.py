@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from ..planner.spec import Granularity
 from ..ragged.dtensor import RaggedDTensor
+from ..runtime.writes import version_of
 from .hidden import is_hidden_matrix
 from .inverse_root import NoInverseRoot
 from .layouts import Layout, layout_of, new_state
@@ -143,8 +144,8 @@ class Shampoo(MatrixOptimizer):
             adamw_eps=adamw_eps,
             foreach=foreach,
         )
-        # See BlockedShard; as of a version of the roots, as for reading them the host waits for a GPU.
-        self._rooted: dict[Tensor, tuple[int, list[bool]]] = {}
+        # See BlockedShard. Of roots as they were at a version: for reading them the host waits for a GPU.
+        self._rooted: dict[Tensor, tuple[Tensor, int, list[bool]]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -215,16 +216,14 @@ class Shampoo(MatrixOptimizer):
 
     def _matrix_step(self, param: Tensor, group: dict[str, Any], turns: Turns) -> _MatrixStep:
         """What changes nothing of a parameter's step: its views, and the roots that are due."""
-        if not (state := self.state.get(param)):
-            state = new_state(param, self._layouts(param))
-            self._rooted.pop(param, None)
+        state = self.state.get(param) or new_state(param, self._layouts(param))
         grid = self._grid(param)
         blocks = own_blocks(param, grid)
         left, right = grid.largest
         columns = param.shape[-1]
         left_root = local_elements(state["left_root"]).view(-1, left, left)
-        version, rooted = self._rooted.get(param, (-1, []))
-        if version != left_root._version:
+        roots, version, rooted = self._rooted.get(param, (None, 0, []))
+        if roots is not state["left_root"] or version != version_of(left_root):
             rooted = left_root[:, 0, 0].bool().tolist()  # the diagonal of an inverse root is positive
         shard = BlockedShard(
             param=local_elements(param).view(-1, columns),
@@ -254,7 +253,8 @@ class Shampoo(MatrixOptimizer):
         step_blocks(step.shard, count, step.renewed, step.group, compiled=self.defaults["compile"])
         for block in step.renewed:
             step.shard.rooted[block] = True
-        self._rooted[step.param] = step.shard.left_root._version, step.shard.rooted
+        roots = step.state["left_root"]
+        self._rooted[step.param] = roots, version_of(step.shard.left_root), step.shard.rooted
 
 
 def _granularity(block: int, name: str, param: Tensor) -> Granularity | None:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ragged.dtensor import RaggedDTensor
 from ..runtime.boundary import binding_of
+from ..runtime.writes import count_writes
 
 NamedParams = Sequence[tuple[str | None, Tensor]]
 
@@ -44,4 +45,6 @@ def local_grad(param: Tensor) -> Tensor:
 def mark_written(params: Iterable[Tensor]) -> None:
     """Counts the versions of parameters up, as writing to them does, also where this rank holds no element of one:
     whether values have changed since they were gathered is asked on every rank."""
-    increment_version([local_elements(param) for param in params])
+    written = [local_elements(param) for param in params]
+    increment_version(written)
+    count_writes(written)

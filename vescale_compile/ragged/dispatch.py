@@ -29,6 +29,7 @@ from vescale_compile.ragged.local import (
     with_defaults,
 )
 from vescale_compile.ragged.placement import RaggedShard
+from vescale_compile.runtime.writes import count_writes
 from vescale_compile.schemas import aliased
 
 aten = torch.ops.aten
@@ -44,7 +45,9 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     result = _handler(func)(func, args, kwargs)
     if func._schema.is_mutable:
-        torch.autograd.graph.increment_version(_written_locals(func, args, kwargs))
+        written = _written_locals(func, args, kwargs)
+        torch.autograd.graph.increment_version([local for local in written if not local.is_inference()])
+        count_writes(written)
     return result
 
 
@@ -56,7 +59,7 @@ def _written_locals(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         if is_written
     ]
     tensors = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
-    return [t._local_tensor for t in tensors if isinstance(t, RaggedDTensor) and not t._local_tensor.is_inference()]
+    return [t._local_tensor for t in tensors if isinstance(t, RaggedDTensor)]
 
 
 @functools.cache

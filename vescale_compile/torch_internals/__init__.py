@@ -8,7 +8,6 @@
 - :mod:`.inductor_graphs`  what Inductor does to graphs, and has code for
 - :mod:`.inductor_order`   an order of nodes that it keeps
 - :mod:`.inductor_reads`   what its kernels may read, and when
-
 - :mod:`.checkpoint`       how torch.distributed.checkpoint checks a plan
 
 ``ragged/dtensor.py`` names those that a subclass of DTensor needs, ``warm_start.py`` those of AOTAutograd's cache. Each

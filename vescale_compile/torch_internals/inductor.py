@@ -128,6 +128,15 @@ def passes_left_out() -> dict[str, bool | None]:
     return dict.fromkeys(always, False) | _known_options(where_there_are, False) | _known_options(policies, None)
 
 
+def cudagraph_options() -> list[str]:
+    """Those by which the program asks for CUDA graphs."""
+    values = {
+        "triton.cudagraphs": torch._inductor.config.triton.cudagraphs,
+        "cudagraph_policy": getattr(torch._inductor.config, "cudagraph_policy", None),
+    }
+    return [option for option, value in values.items() if value]
+
+
 def _known_options(names: set[str], value: bool | None) -> dict[str, bool | None]:
     """Those of the options that this version of Inductor has."""
     return dict.fromkeys(sorted(names & set(torch._inductor.list_options())), value)
