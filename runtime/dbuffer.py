@@ -32,9 +32,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -205,6 +207,18 @@ class DBuffer:
         """Gives the unit and its parameters other names, for messages."""
         self.name = self.reductions.rounding.unit = name
         self.slots = tuple(replace(slot, name=new) for slot, new in zip(self.slots, params, strict=True))
+
+    def forget_gradients(self, params: AbstractSet[Tensor]) -> None:
+        """Drops what was held back of the gradients of these parameters."""
+        places = {
+            index: (slot.offset, math.prod(slot.shape))
+            for index, (slot, param) in enumerate(zip(self.slots, self.params, strict=True))
+            if param in params
+        }
+        if len(places) == len(self.slots):
+            self.reductions.forget()
+        else:
+            self.reductions.forget_some(places)
 
     def set_shard(self, shard: Tensor) -> None:
         """Takes another tensor of as many elements as the shard: another device or dtype, or new memory. Its padding

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -76,6 +77,14 @@ class Reductions:
         """Drops what was held back."""
         self.take()
         self.sent()
+
+    def forget_some(self, places: Mapping[int, tuple[int, int]]) -> None:
+        """Drops what was held back of some parameters: by index, where its gradient begins in the unreduced one, and
+        how many elements it has."""
+        if self.unreduced is not None:
+            for start, numel in places.values():
+                self.unreduced.narrow(0, start, numel).zero_()
+        self._held -= places.keys()
 
 
 _living: WeakValueDictionary[int, Reductions] = WeakValueDictionary()

@@ -178,14 +178,15 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; with ``set_to_none=False`` one kernel for each unit, not for each parameter.
 
-        Also forgets gradients that ``no_sync`` accumulated and no reduction has taken.
+        Also forgets gradients of the module's parameters that ``no_sync`` accumulated and no reduction has taken.
         """
         if set_to_none:
             super().zero_grad()
         else:
             _zero_together([param.grad for param in self.parameters() if param.grad is not None])
+        params = set(self.parameters())
         for buffer in buffers_in(self):
-            buffer.reductions.forget()
+            buffer.forget_gradients(params)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """``to``, ``half``, ``to_empty`` and the like: on the flat shard, of which parameters are views."""
