@@ -26,7 +26,6 @@ from torch import Tensor
 
 from . import arrivals, courses
 from .collectives import follow_all
-from .life import Life, life
 from .ops import end_failed_graph, forget_launched
 from .registered import allocate_registered
 
@@ -159,16 +158,16 @@ def _alone() -> Iterator[None]:
         _running = False
 
 
-_life: ref[Life] | None = None  # in which the last graph ran
+_world: ref[dist.ProcessGroup] | None = None  # in which the last graph ran
 
 
-def _forget_former_life() -> None:
-    """Where the process group is another than it was (a program goes on after ranks had failed, say), what graphs had
-    left in flight is forgotten: waiting for it fails."""
-    global _life
-    now = life()
-    if _life is None or _life() is not now:
-        _life = ref(now)
+def _forget_former_world() -> None:
+    """Where the default process group is another than it was (a program goes on after ranks had failed, say), what
+    graphs had left in flight is forgotten: waiting for it fails."""
+    global _world
+    world = dist.group.WORLD
+    if world is not None and (_world is None or _world() is not world):
+        _world = ref(world)
         courses.forget()
         arrivals.forget()
         forget_launched()
@@ -237,7 +236,7 @@ class StepSlots:
         def call(args: list[Any]) -> Any:
             if gpus:
                 _check_not_recorded()
-            _forget_former_life()
+            _forget_former_world()
             with _alone(), courses.running(in_course) as turn:
                 end_failed_graph()
                 for device in gpus:

@@ -60,6 +60,10 @@ class Reductions:
         self._held |= params
         self._compiled = self._compiled and compiled
 
+    def holds_back(self, param: int) -> bool:
+        """Whether gradients of the parameter of that index are held back."""
+        return param in self._held
+
     def take(self) -> Tensor | None:
         """Returns the sum, which is about to be sent, and forgets it."""
         taken, self.unreduced = self.unreduced, None

@@ -1,6 +1,7 @@
 """Refuses steps that would change nothing: of optimizers that were built before ``fully_shard``, whose parameters no
-module reads, and of those whose gradients ``no_sync`` holds back, all of them. And those of torchao's optimizers, which
-make states by ``DTensor.from_local`` and would fail in Dynamo's words: it knows no RaggedShard."""
+module reads, and of those whose gradients ``no_sync`` holds back, all of them. Steps by a part of the gradients, of
+which ``no_sync`` holds back the last ones. And those of torchao's optimizers, which make states by
+``DTensor.from_local`` and would fail in Dynamo's words: it knows no RaggedShard."""
 
 from __future__ import annotations
 
@@ -36,11 +37,20 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     if kwargs.get("closure") is not None or any(map(callable, args[1:])):
         return  # which computes gradients yet
-    bindings = [binding for param in params if (binding := binding_of(param)) is not None]
-    held_back = [binding.buffer for binding in bindings if binding.buffer.reductions.unreduced is not None]
-    if held_back and all(param.grad is None for param in params):
+    bound = [(param, binding) for param in params if (binding := binding_of(param)) is not None]
+    held_back = [(param, binding) for param, binding in bound if binding.buffer.reductions.unreduced is not None]
+    if not held_back:
+        return
+    where = f"[rank {dist.get_rank()}] {type(optimizer).__name__}: "
+    forget = "or forget what has accumulated: zero_grad() of the sharded module"
+    if all(param.grad is None for param in params):
         raise RuntimeError(
-            f"[rank {dist.get_rank()}] {type(optimizer).__name__}: none of its parameters has a gradient, and no_sync "
-            f"holds back those of unit {held_back[0].name}. Run the last micro-batch's forward outside no_sync, or "
-            "forget what has accumulated: zero_grad() of the sharded module"
+            f"{where}none of its parameters has a gradient, and no_sync holds back those of unit "
+            f"{held_back[0][1].buffer.name}. Run the last micro-batch's forward outside no_sync, {forget}"
         )
+    for param, (buffer, slot) in held_back:
+        if param.grad is not None and buffer.reductions.holds_back(slot):
+            raise RuntimeError(
+                f"{where}of parameter {buffer.slots[slot].name!r} no_sync holds back gradients that came after those "
+                f"that were reduced. Let the last backward before a step be of a forward outside no_sync, {forget}"
+            )

@@ -1,4 +1,4 @@
-"""Gradients that accumulate for a part of a model, where one unit has parameters of several parts."""
+"""Gradients that accumulate for a part of a model, or of a step."""
 
 import copy
 
@@ -70,3 +70,20 @@ def test_no_sync_of_a_part_that_is_units_of_its_own_is_for_it_alone():
     reference(x).backward()
     torch.testing.assert_close(gradients(model.first), gradients(reference.first))
     assert all(param.grad is None for param in model.second.parameters())
+
+
+@on_ranks(2)
+def test_a_step_before_the_last_gradients_were_reduced_is_refused():
+    """As where a pipeline goes backward through its micro-batches in another order than forward."""
+    model = vc.fully_shard(built())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(1, 3)
+    with vc.no_sync(model):
+        early = model(x)
+    model(x).backward()
+    early.backward()
+    with pytest.raises(RuntimeError, match=r"SGD: of parameter '.*' no_sync holds back gradients that came after"):
+        optimizer.step()
+    model.zero_grad()
+    model(x).backward()
+    optimizer.step()
