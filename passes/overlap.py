@@ -30,7 +30,7 @@ from ..schedule import (
     simulate,
     synchronous_schedule,
 )
-from ..schemas import is_view
+from ..schemas import is_view, readers
 from .agreed import agreed_schedule
 from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
@@ -151,7 +151,7 @@ def _put_views_behind_waits(graph: fx.Graph, collectives: Sequence[Collective]) 
     for each in collectives:
         if each.gathers:
             for view in reversed(list(_views_of(each.buffers[0]))):
-                if order[view] < order[each.wait] < min((order[user] for user in _users_of(view)), default=math.inf):
+                if order[view] < order[each.wait] < min((order[reader] for reader in readers(view)), default=math.inf):
                     each.wait.append(view)
 
 
@@ -161,15 +161,6 @@ def _views_of(node: fx.Node) -> Iterator[fx.Node]:
         if is_view(user):
             yield user
             yield from _views_of(user)
-
-
-def _users_of(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads or writes the memory by this view of it, or by one of this."""
-    for user in node.users:
-        if is_view(user):
-            yield from _users_of(user)
-        else:
-            yield user
 
 
 def _place_carried(graph: fx.Graph) -> None:

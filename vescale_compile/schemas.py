@@ -58,6 +58,15 @@ def viewed(node: fx.Node) -> fx.Node | None:
     return next((arg for arg, _ in aliasing_arguments(node)), None)
 
 
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read a node's result, or write to it, seen through views."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers(user)
+        else:
+            yield user
+
+
 def is_pointwise(target: object) -> bool:
     """Whether each element of an operator's result depends on the same of its operands alone."""
     return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_compile.cost.devices import Device
 from vescale_compile.cost.flops import flops
 from vescale_compile.rng_calls import plain_node
-from vescale_compile.schemas import has_results, is_view, written_by
+from vescale_compile.schemas import has_results, is_view, readers, written_by
 from vescale_compile.torch_internals.inductor_graphs import generates_code_for
 from vescale_compile.torch_internals.tracing import size_hint
 
@@ -87,7 +87,7 @@ def operator_key(node: fx.Node) -> str:
 
 def stays_in_registers(node: fx.Node) -> bool:
     """Whether a result is computed and read by generated kernels alone: fused, they don't write it to memory."""
-    return _fusible(node) and bool(node.users) and all(map(_fusible, _readers(node)))
+    return _fusible(node) and bool(node.users) and all(map(_fusible, readers(node)))
 
 
 def _seconds(node: fx.Node, device: Device, formulas: Mapping[Any, Callable[..., int]], fused: bool) -> float:
@@ -144,15 +144,6 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
             yield from _sources(source)
         else:
             yield source
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read a node's result, seen through views."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _bytes_read(node: fx.Node, inside: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from ..ragged.dtensor import RaggedDTensor
 from ..ragged.placement import RaggedShard
 from ..runtime.boundary import binding_of
 from .blocks import BlockGrid, Blocks
-from .layouts import new_counter
+from .layouts import new_counter, placement_of_blocks
 from .units import describe, local_elements, rank_prefix
 
 CODED = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "exp_avg_sq_scales")
@@ -129,16 +128,7 @@ def _placement(member: Member, name: str) -> RaggedShard | None:
         return None
     if grid is None or not name.endswith("scales"):
         return param.placement
-    return _placement_of_blocks(param.placement, tuple(param.shape), grid)
-
-
-@functools.lru_cache(maxsize=1024)
-def _placement_of_blocks(placement: RaggedShard, shape: tuple[int, ...], grid: BlockGrid) -> RaggedShard:
-    """Of thousands of ranks; layers are cut alike."""
-    counts = [0] * len(placement.local_units)
-    for rank, (start, stop) in placement.held(shape).items():
-        counts[rank] = grid.blocks_before(stop) - grid.blocks_before(start)
-    return RaggedShard((0,), counts)
+    return placement_of_blocks(param.placement, tuple(param.shape), grid)
 
 
 def loaded_states(unit: Sequence[Member], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:

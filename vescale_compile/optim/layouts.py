@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +59,25 @@ def check_state(
             )
         if isinstance(param, RaggedDTensor) and isinstance(value, RaggedDTensor):
             check_is_of_this_rank(param, value)
+
+
+class _Grid(Protocol):
+    """How a parameter is divided into blocks."""
+
+    def blocks_before(self, element: int) -> int | None:
+        """Blocks that begin before an element of the flattened parameter, where a shard may end."""
+
+    def __hash__(self) -> int: ...
+
+
+@functools.lru_cache(maxsize=1024)
+def placement_of_blocks(placement: RaggedShard, shape: tuple[int, ...], grid: _Grid) -> RaggedShard:
+    """Where a tensor of one row for each block lies: with the blocks, none of which the placement of the parameter, of
+    this shape, cuts. Of thousands of ranks; layers are cut alike."""
+    counts = [0] * len(placement.local_units)
+    for rank, (start, stop) in placement.held(shape).items():
+        counts[rank] = (grid.blocks_before(stop) or 0) - (grid.blocks_before(start) or 0)
+    return RaggedShard((0,), counts)
 
 
 def _zeros(param: Tensor, layout: Layout) -> Tensor:

@@ -17,9 +17,9 @@ from ..ragged.dtensor import RaggedDTensor
 from ..runtime.writes import version_of
 from .hidden import is_hidden_matrix
 from .inverse_root import NoInverseRoot
-from .layouts import Layout, layout_of, new_state
+from .layouts import Layout, layout_of, new_state, placement_of_blocks
 from .matrix_optimizer import MatrixOptimizer, Members, members_of
-from .shampoo_blocks import BlockGrid, check_cuts, own_blocks, placement_of_blocks
+from .shampoo_blocks import BlockGrid, check_cuts, own_blocks
 from .shampoo_step import BlockedShard, Renewed, products_are_finite, renewed_factors, step_blocks
 from .shampoo_turns import Turns, turns_of
 from .units import describe, local_elements, local_grad, rank_prefix
@@ -184,7 +184,7 @@ class Shampoo(MatrixOptimizer):
 
     def _layouts(self, param: Tensor) -> dict[str, Layout | None]:
         grid = self._grid(param)
-        placement = placement_of_blocks(param.placement, grid) if isinstance(param, RaggedDTensor) else None
+        placement = placement_of_blocks(param.placement, grid.shape, grid) if isinstance(param, RaggedDTensor) else None
         left, right = (Layout((grid.count, size, size), placement) for size in grid.largest)
         return {
             "step": None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from ..planner.spec import Granularity, Rows
 from ..ragged.dtensor import RaggedDTensor
-from ..ragged.placement import RaggedShard
 from .units import describe, rank_prefix
 
 
@@ -64,12 +62,12 @@ class BlockGrid:
         rows = self.shape[-2]
         return Rows(rows if self.size > rows or (len(self.shape) > 2 and rows % self.size) else self.size)
 
-    def first_block(self, row: int) -> int | None:
-        """The first block in row ``row`` of the parameter's rows, counted over all matrices; None inside a block."""
+    def blocks_before(self, element: int) -> int | None:
+        """Blocks that begin before an element of the flattened parameter, which is the first of a row of blocks, or
+        behind the last; None of another, where a shard that ends there would cut a block."""
+        row, column = divmod(element, self.shape[-1])
         matrix, row = divmod(row, self.shape[-2])
-        if row % self.size:
-            return None
-        return (matrix * self.down + row // self.size) * self.across
+        return None if column or row % self.size else (matrix * self.down + row // self.size) * self.across
 
     def all_blocks(self) -> list[Block]:
         """In order, as a rank has them that holds the whole parameter."""
@@ -81,18 +79,18 @@ class BlockGrid:
         """The blocks in the elements [start, stop) of the flattened parameter; None if a block is cut."""
         if start == stop:
             return []
+        index = self.blocks_before(start)
+        if index is None or self.blocks_before(stop) is None:
+            return None
         columns = self.shape[-1]
         first, last = start // columns, stop // columns
-        if start % columns or stop % columns or self.first_block(first) is None or self.first_block(last) is None:
-            return None
         blocks: list[Block] = []
         row = first
         while row < last:
             rows = min(self.size, self.shape[-2] - row % self.shape[-2])
             for i in range(self.across):
-                index = (self.first_block(row) or 0) + i
                 width = min(self.size, columns - i * self.size)
-                blocks.append(Block(index, row - first, rows, i * self.size, width))
+                blocks.append(Block(index + len(blocks), row - first, rows, i * self.size, width))
             row += rows
         return blocks
 
@@ -108,24 +106,10 @@ def check_cuts(param: Tensor, grid: BlockGrid, name: str | None = None) -> None:
     """ValueError if a rank's shard of a parameter begins or ends inside a block, naming the rank and the parameter."""
     if not isinstance(param, RaggedDTensor):
         return
-    for rank, count in _counts(param.placement, grid).items():
-        if count is None:
+    for rank, (start, stop) in param.placement.held(param.shape).items():
+        if grid.blocks_before(start) is None or grid.blocks_before(stop) is None:
             raise ValueError(
                 f"{rank_prefix(param)}Shampoo: {describe(param, name)} is cut inside a block of {grid.size} rows: rank "
-                f"{rank} of its mesh holds elements {param.placement.interval(param.shape, rank)}. Shard it with "
+                f"{rank} of its mesh holds elements {(start, stop)}. Shard it with "
                 f"fully_shard(granularity=Shampoo.granularity_for(block={grid.size}))"
             )
-
-
-@functools.lru_cache(maxsize=1024)
-def placement_of_blocks(placement: RaggedShard, grid: BlockGrid) -> RaggedShard:
-    """Where tensors of one row for each block lie, of a parameter that :func:`check_cuts` found to be cut between
-    blocks. Of thousands of ranks; layers are cut alike."""
-    counts = _counts(placement, grid)
-    return RaggedShard((0,), [counts.get(rank) or 0 for rank in range(len(placement.local_units))])
-
-
-def _counts(placement: RaggedShard, grid: BlockGrid) -> dict[int, int | None]:
-    """How many blocks each rank holds that holds some; None for one whose part begins or ends inside a block."""
-    held = {rank: grid.held(*interval) for rank, interval in placement.held(grid.shape).items()}
-    return {rank: None if blocks is None else len(blocks) for rank, blocks in held.items()}
