@@ -8,8 +8,10 @@ placeholders are gone, so the graph has the same inputs on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -108,12 +110,22 @@ def _toggles(node: fx.Node, opened: list[fx.Node]) -> tuple[bool, bool]:
 def _unshard_before(node: fx.Node, ordinal: int, unit: GraphUnit, inputs: _Inputs) -> dict[tuple[int, int], fx.Node]:
     """Gathers the unit before ``node``; returns a node for each of its views."""
     graph = node.graph
-    with graph.inserting_before(node):
+    turned_on = unit.shard.requires_grad and not torch.is_grad_enabled()  # by the program, in a region after this place
+    with graph.inserting_before(node), _grad_enabled(graph, turned_on):
         gathered = graph.call_function(unshard, (*inputs, unit.views, unit.comm, unit.others))
         return {
             (ordinal, index): graph.call_function(operator.getitem, (gathered, index))
             for index in range(len(unit.views))
         }
+
+
+@contextlib.contextmanager
+def _grad_enabled(graph: fx.Graph, turned_on: bool) -> Iterator[None]:
+    if turned_on:
+        graph.call_function(torch._C._set_grad_enabled, (True,))
+    yield
+    if turned_on:
+        graph.call_function(torch._C._set_grad_enabled, (False,))
 
 
 def _check_unwritten(graph: fx.Graph, names: dict[fx.Node, str], context: CompileContext) -> None:

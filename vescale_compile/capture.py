@@ -25,7 +25,14 @@ from .runtime.model import Model, beside, buffers_beside, trained_bytes
 from .runtime.ops import gives_float32_products
 from .runtime.unshard import ParamView
 from .torch_internals.autograd import in_backward, saves_elsewhere
-from .torch_internals.tracing import copy_capture_marks, ends_in_graph_break, graph_module, is_shape, tracing_fake_mode
+from .torch_internals.tracing import (
+    copy_capture_marks,
+    ends_in_graph_break,
+    graph_module,
+    is_shape,
+    tracing_fake_mode,
+    turns_grad_on,
+)
 
 _STATES = 2  # of a parameter, in the optimizers that most models are trained with
 
@@ -107,6 +114,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options,
         ValueError: the cluster of ``options`` can't be read on this rank, or is of another number of ranks.
         GraphError: the budget is a share of memory that is not known, or that optimizer states fill.
     """
+    with torch.set_grad_enabled(torch.is_grad_enabled() or turns_grad_on(gm)):
+        return _capture(gm, example_inputs, options, trial)
+
+
+def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, trial: Trial | None) -> Capture:
+    """:func:`capture` where gradients are on if the graph records any."""
     bindings = _bindings(gm, example_inputs)
     positions = _by_buffer(gm, bindings)
     units = tuple(

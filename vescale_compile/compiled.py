@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch._dynamo.exc import RestartAnalysis
 
 from .capture import Capture, CapturedUnit, given_bytes
@@ -43,6 +44,8 @@ class CompiledGraph:
         """
         self._units = captured.units
         self._gradients = captured.context.gradients
+        # Of a forward that turns gradients on itself, too. Dynamo guards the mode outside.
+        self._records = any(unit.graph.shard.requires_grad for unit in captured.units)
         self._with_gradient = tuple(
             {unit.indices[view] for view in self._gradients.get(ordinal, ())}
             for ordinal, unit in enumerate(captured.units)
@@ -74,7 +77,8 @@ class CompiledGraph:
         for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
             buffer.deadline = self._deadline
             params = [args[position] for position in unit.positions]
-            flats.append(flat_input(buffer, params, used=used, forward=forward))
+            with torch.set_grad_enabled(self._records):
+                flats.append(flat_input(buffer, params, used=used, forward=forward))
             flats.extend([buffer.reductions_handle] if unit.graph.reductions is not None else [])
         return self._run(*flats, *(args[position] for position in self._others))
 

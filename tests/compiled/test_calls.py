@@ -282,6 +282,33 @@ def test_a_parameter_gets_no_gradient_where_it_is_frozen_and_one_where_it_is_not
         assert torch.allclose(ours.grad.full_tensor(), theirs.grad)
 
 
+class Explored(nn.Module):
+    """Looks at what it would give, and has gradients of what it gives then, in whatever mode it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        seen = self.head(self.body(x)).sum()
+        with torch.enable_grad():
+            return self.head(self.body(x)).sum() * seen.detach()
+
+
+@pytest.mark.parametrize("compile", [None, "eager", "inductor"])
+@on_ranks(2)
+def test_a_forward_called_without_gradients_may_turn_them_on(compile):
+    torch._dynamo.reset()
+    model, call = models.sharded(Explored, compile=compile)
+    reference, x = models.build(Explored), torch.ones(4, 3)
+    for each in (call, reference):
+        with torch.no_grad():
+            loss = each(x)
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad)
+
+
 def test_a_call_compares_the_ranks_of_no_mesh():
     compared = []
 

@@ -102,6 +102,11 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     return reason is not None and bool(reason.graph_break)
 
 
+def turns_grad_on(gm: fx.GraphModule) -> bool:
+    """Whether a graph, of a frame that is called under ``torch.no_grad``, has a part in ``torch.enable_grad``."""
+    return any(node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled))
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the tensor, or what it wraps, only has a shape: Dynamo and AOTAutograd are tracing."""
     return _is_fake(tensor)
