@@ -58,15 +58,15 @@ def fully_shard(
     """Shards a module's parameters over the ranks of a mesh, as ``torch.distributed.fsdp.fully_shard`` does.
 
     Called on inner modules and then on the root, each call makes one unit of the parameters that are not sharded yet.
-    Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s becomes a unit, and the
-    remaining parameters another. A unit is what one all-gather brings together, but for these cases. One that has units
-    inside has a buffer, and a gather, for what stands before each of them and after (an embedding and a head), if that
-    is a mebibyte or more, on GPUs 16. What differs in dtype, trainability or quantizers has a buffer of its own, and so
-    have blocks that together would pad much. And an element of a list has one for each of its parts (attention and the
-    matrices of a feed-forward, say): the smallest modules and parameters inside it, but none inside a list of experts,
-    that have 15 % of its bytes or more, as many mebibytes, and 256 KiB for each rank, if that takes hardly more
-    padding. So the second is gathered while the first is computed; call ``fully_shard`` on the elements to gather each
-    at once.
+    Called on a module with no units inside, each element of its outermost ``nn.ModuleList``\\ s, and
+    ``nn.ModuleDict``\\ s of numbers, becomes a unit, and the remaining parameters another. A unit is what one
+    all-gather brings together, but for these cases. One that has units inside has a buffer, and a gather, for what
+    stands before each of them and after (an embedding and a head), if that is a mebibyte or more, on GPUs 16. What
+    differs in dtype, trainability or quantizers has a buffer of its own, and so have blocks that together would pad
+    much. And an element of a list has one for each of its parts (attention and the matrices of a feed-forward, say):
+    the smallest modules and parameters inside it, but none inside a list of experts, that have 15 % of its bytes or
+    more, as many mebibytes, and 256 KiB for each rank, if that takes hardly more padding. So the second is gathered
+    while the first is computed; call ``fully_shard`` on the elements to gather each at once.
 
     Every parameter becomes a :class:`RaggedDTensor` of the same name, cut between blocks of ``granularity``
     (veScale-FSDP, arXiv 2602.22437) and stored in one flat buffer for each unit, dtype, trainability and choice of

@@ -33,7 +33,8 @@ def _nbytes(buffer: DBuffer) -> int:
 def _warn(name: str, nbytes: int) -> None:
     _log.warning(
         "backend='vescale': unit %s is nearly the whole model, and is gathered at once (%.0f MB). Units are the "
-        "elements of nn.ModuleList; where blocks are kept otherwise, in nn.Sequential or nn.ModuleDict, call "
+        "elements of nn.ModuleList, or of an nn.ModuleDict of numbers; where blocks are kept otherwise, in "
+        "nn.Sequential, say, call "
         "fully_shard on each block, then on the model.",
         name,
         nbytes / 1e6,

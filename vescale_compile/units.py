@@ -56,7 +56,7 @@ def find_units(
         module: the module that was given.
         ignored: parameters left as they are.
         nested_units: whether modules inside ``module`` are units already. If not, each element of every
-            outermost ``nn.ModuleList`` becomes a unit, and the rest another.
+            outermost list of modules becomes a unit, and the rest another.
         world_size: ranks to shard over.
         device_type: that the ranks compute on, such as "cuda".
         padded_bytes: an element of a list is not cut where its parts would take over 1 % more than the whole.
@@ -140,7 +140,7 @@ def _parts(block: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
     """The parameters and the modules directly inside; of a list, which has no forward, its elements."""
     yield from block.parameters(recurse=False)
     for child in block.children():
-        if isinstance(child, nn.ModuleList):
+        if _is_list(child):
             yield from _parts(child)
         else:
             yield child
@@ -158,6 +158,12 @@ def _nbytes(params: Iterable[nn.Parameter]) -> int:
     return sum(param.nbytes for param in params)
 
 
+def _is_list(module: nn.Module) -> bool:
+    """An ``nn.ModuleList``, or an ``nn.ModuleDict`` of numbers: a pipeline's stage keeps the layers' numbers so."""
+    numbered = isinstance(module, nn.ModuleDict) and all(name.isdigit() for name in module)
+    return numbered or isinstance(module, nn.ModuleList)
+
+
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Elements of the outermost module lists, each once even where it stands in several places.
 
@@ -166,7 +172,7 @@ def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
     seen: set[nn.Module] = set()
     for name, child in module.named_children():
         path = _join(prefix, name)
-        is_element = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        is_element = _is_list(module) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
         for key, element in [(path, child)] if is_element else _list_elements(child, path):
             if element not in seen:
                 seen.add(element)

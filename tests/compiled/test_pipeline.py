@@ -58,8 +58,7 @@ class Pipeline:
         for number in range(self.place, 2 * turns, 2):
             module = Layers(2 * number, 2 * number + 2)
             module.load_state_dict(self.unsharded.state_dict(), strict=False)
-            for each in (*module.layers.values(), module):
-                vc.fully_shard(each, mesh=self.mesh["shard"])
+            vc.fully_shard(module, mesh=self.mesh["shard"])
             module.compile(backend="vescale", options={"lowering": "eager"})
             self.modules.append(module)
             group = self.mesh["pipeline"].get_group()

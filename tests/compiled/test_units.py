@@ -33,6 +33,13 @@ def test_elements_of_a_list_in_a_list_are_units():
 
 
 @on_ranks(2)
+def test_elements_of_a_dict_are_units_if_all_their_names_are_numbers():
+    layers = nn.ModuleDict({"2": nn.Linear(2, 2), "3": nn.Linear(2, 2)})
+    towers = nn.ModuleDict({"2": nn.Linear(2, 2), "text": nn.Linear(2, 2)})
+    assert unit_names(vc.fully_shard(nn.Sequential(layers, towers))) == ["(root)", "0.2", "0.3"]
+
+
+@on_ranks(2)
 def test_called_on_blocks_and_then_on_the_root_each_call_makes_a_unit():
     model = models.build(models.Uneven)
     vc.fully_shard(model.layers[0])

@@ -38,7 +38,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(8, 4, bias=False)
-        self.experts = nn.ModuleDict({str(number): nn.Linear(8, 8) for number in range(4)})
+        self.experts = nn.ModuleDict({f"expert{number}": nn.Linear(8, 8) for number in range(4)})
 
     def forward(self, x):
         weight, chosen = self.gate(x).softmax(-1).max(-1)
