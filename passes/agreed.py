@@ -2,7 +2,8 @@
 
 They rest on predicted times and memory, which depend on the sizes of a rank's batch. Ranks whose batches differ would
 launch collectives in different orders, and so would a rank that compiles again, alone, for a batch of another size. So
-what the first rank to come to a graph decides holds for all, and for every later compilation of it.
+what the first rank to come to a graph decides holds for all, and for every later compilation of it, whatever kernels
+there are between the collectives.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from ..schedule import Instruction, Launch, Run, Schedule, TaskGraph, Wait
-from .context import CompileContext
+from ..schedule import Instruction, Launch, Run, Schedule, ScheduleError, TaskGraph, Wait, adapt, touches
+from .context import CompileContext, fail
 from .tasks import Collective
 
 Units = frozenset[int]
@@ -29,17 +30,31 @@ def agreed_units(again: Units, kept: Units, carried: Units, context: CompileCont
 def agreed_schedule(
     schedule: Schedule, tasks: TaskGraph, collectives: Sequence[Collective], context: CompileContext
 ) -> Schedule:
-    """The schedule of a graph with these tasks: it fits any that differs in times and memory only."""
+    """The schedule of a graph with these collectives, which the program has in this order. Where the graph that it was
+    found for is cut otherwise, as that of an empty batch may be, launches keep their order.
+
+    Raises:
+        GraphError: they can't, because one generated kernel reads here what two others do there.
+    """
     lanes = [transfer.lane for transfer in tasks.transfers]
-    places = [
-        (each.kind, each.unit, transfer.writers, transfer.readers, lanes.index(transfer.lane))
-        for each, transfer in zip(collectives, tasks.transfers, strict=True)
-    ]
+    sequence = [(each.kind, each.unit, lanes.index(lane)) for each, lane in zip(collectives, lanes, strict=True)]
     assert context.part is not None
-    what = repr((context.part.value, len(tasks.compute), places, sorted(context.kept), sorted(context.carried)))
-    own = [[type(each).__name__, *each] for each in schedule.instructions]
-    decided = json.loads(_decided(what, json.dumps(own), context))
-    return Schedule(tuple(_instruction(name, operand) for name, operand in decided))
+    what = repr((context.part.value, sequence, sorted(context.kept), sorted(context.carried)))
+    instructions = [[type(each).__name__, *each] for each in schedule.instructions]
+    own = [len(tasks.compute), touches(tasks), instructions]
+    count, touched, decided = json.loads(_decided(what, json.dumps(own), context))
+    found = Schedule(tuple(_instruction(name, operand) for name, operand in decided))
+    if [count, touched] == json.loads(json.dumps(own[:2])):
+        return found
+    try:
+        return adapt(found, touched, count, tasks)
+    except ScheduleError as error:
+        fail(
+            context,
+            None,
+            f"{context.part.value}: the ranks' collectives can't be brought into one order: {error}. Give every rank "
+            "batches of one kind, or compile with options={'lowering': 'eager'}",
+        )
 
 
 def _instruction(name: str, operand: int | list[int]) -> Instruction:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -22,10 +20,9 @@ from ..runtime.marker import unshard_param
 from ..runtime.unshard import unshard
 from ..torch_internals.tracing import mark_graph_input
 from .context import ON_SHARDS, CompileContext, GraphUnit, ParamInput, fail
+from .unwritten import check_unwritten
 
 _Inputs = tuple[fx.Node | None, ...]  # of a unit, as GraphUnit.inputs has them
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
-_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"})
 
 
 def bind(gm: fx.GraphModule, context: CompileContext) -> None:
@@ -34,7 +31,7 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
     outside = _outside_regions(gm.graph)
     full: dict[tuple[int, int], fx.Node] = {}
     markers = {node: _param_of(node, placeholders, context) for node in gm.graph.nodes if node.target is unshard_param}
-    _check_unwritten(gm.graph, {node: param.name for node, param in markers.items()}, context)
+    check_unwritten(gm, {node: param.name for node, param in markers.items()}, context)
     for node, param in markers.items():
         key = (param.unit, param.view)
         if key not in full:
@@ -126,62 +123,3 @@ def _grad_enabled(graph: fx.Graph, turned_on: bool) -> Iterator[None]:
     yield
     if turned_on:
         graph.call_function(torch._C._set_grad_enabled, (False,))
-
-
-def _check_unwritten(graph: fx.Graph, names: dict[fx.Node, str], context: CompileContext) -> None:
-    """Refuses writes to gathered parameters, which are copies: they would be lost without a word.
-
-    Dynamo ran the program on fake tensors, and a write to one, through whatever view, shows in its version.
-    ``torch._foreach_*`` functions leave no such trace.
-    """
-    memory = {_memory(node): name for node, name in names.items()}
-    memory.pop(None, None)
-    for node in graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value._version > 0 and (place := _memory(node)) in memory:
-            # A parameter that is written to by its own name shows it where it was gathered already.
-            _refuse_write(context, _writer(graph, place) or node, memory[place])
-        method = getattr(node.target, "__name__", "")
-        if method.startswith("_foreach_") and method.endswith("_"):
-            for given in _given(node):
-                if given in memory:
-                    _refuse_write(context, node, memory[given])
-
-
-def _writer(graph: fx.Graph, memory: int | None) -> fx.Node | None:
-    """The first node which by its name writes to what it is given, of this memory."""
-    for node in graph.nodes:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
-        if in_place and memory in _given(node):
-            return node
-    return None
-
-
-def _given(node: fx.Node) -> list[int | None]:
-    """The memory of the tensors that a node reads."""
-    return [_memory(arg) for arg in node.all_input_nodes if isinstance(arg.meta.get("example_value"), torch.Tensor)]
-
-
-def _memory(node: fx.Node) -> int | None:
-    try:
-        return node.meta["example_value"].untyped_storage()._cdata
-    except NotImplementedError:  # inside torch.func.grad and its kin tensors are wrapped
-        return None
-
-
-def _refuse_write(context: CompileContext, node: fx.Node, name: str) -> NoReturn:
-    fail(
-        context,
-        node,
-        f"parameter {name!r} is written to inside forward. There it is a gathered copy, and the write would be "
-        "lost: write to the sharded parameter outside forward, or keep the value in a buffer (register_buffer)"
-        + _written_at(node),
-    )
-
-
-def _written_at(node: fx.Node) -> str:
-    """The line of the program that a node comes from, as far as Dynamo tells: the user's, if one is."""
-    frames = re.findall(r'File "(.+)", line (\d+), in', node.meta.get("stack_trace") or "")
-    users = [frame for frame in frames if not any(map(Path(frame[0]).is_relative_to, _LIBRARIES))] or frames
-    return "; it is written by line {1} of {0}".format(*users[-1]) if users else ""

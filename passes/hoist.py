@@ -39,7 +39,8 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
 
 def _hoist_from(body: fx.GraphModule, markers: list[fx.Node], gm: fx.GraphModule, region: fx.Node) -> None:
-    """Replaces, for each marked operand of ``region``, the operand by the call and the call by the operand."""
+    """Replaces, for each marked operand of ``region``, the operand by the call and the call by the operand. Of several
+    calls the last one is the operand; the others are there to be looked at: each has an example of its own."""
     placeholders = body.graph.find_nodes(op="placeholder")
     operands = list(region.args)
     for marker in markers:
@@ -47,11 +48,11 @@ def _hoist_from(body: fx.GraphModule, markers: list[fx.Node], gm: fx.GraphModule
         position = 1 + placeholders.index(inner)
         operand = operands[position]
         assert isinstance(inner, fx.Node) and isinstance(operand, fx.Node)
-        if operand.target is not unshard_param:
-            with gm.graph.inserting_before(region):
-                outer = gm.graph.call_function(unshard_param, (operand, *marker.args[1:]))
-            outer.meta = dict(marker.meta)
-            operands[position] = outer
+        param = operand.args[0] if operand.target is unshard_param else operand
+        with gm.graph.inserting_before(region):
+            outer = gm.graph.call_function(unshard_param, (param, *marker.args[1:]))
+        outer.meta = dict(marker.meta)
+        operands[position] = outer
         inner.meta["example_value"] = marker.meta["example_value"]
         marker.replace_all_uses_with(inner)
         body.graph.erase_node(marker)

@@ -18,7 +18,7 @@ from operator import or_
 
 from torch import fx
 
-from ..schemas import is_pointwise, is_view
+from ..schemas import is_of_python, is_pointwise, is_view
 from ..torch_internals.inductor_graphs import generates_code_for
 from .aliases import bases_of
 from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of, is_allocation
@@ -190,7 +190,7 @@ def _meeting_again(values: Sequence[fx.Node], graph: fx.Graph, bases: dict[fx.No
 def _interrupts(node: fx.Node) -> bool:
     """Whether no generated kernel contains what is before a node and what is behind it."""
     return node.op == "call_function" and not (
-        is_view(node) or buffer_of(node) is not None or generates_code_for(node.target)
+        is_view(node) or is_of_python(node.target) or buffer_of(node) is not None or generates_code_for(node.target)
     )
 
 

@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..runtime import ops, quantized_ops
+from ..schemas import is_of_python
 from .context import CompileContext
 
 GATHERS = (ops.all_gather, quantized_ops.all_gather_quantized)
@@ -61,7 +62,7 @@ def _depends_only_on(node: fx.Node, nodes: set[fx.Node]) -> bool:
 
 
 def _is_repeatable(target: object) -> bool:
-    """Whether what is called is known to compute the same again. Python's own functions are: of lists, and of sizes."""
+    """Whether what is called is known to compute the same again."""
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace in _KNOWN and torch.Tag.nondeterministic_seeded not in target.tags
-    return not isinstance(target, torch._ops.OperatorBase)
+    return is_of_python(target)

@@ -18,7 +18,7 @@ from ..cost.compute import compute_seconds, issue_seconds
 from ..runtime import ops
 from ..runtime.quantized_ops import start_reduce_scatter_quantized
 from ..schedule import Compute, TaskGraph, Transfer
-from ..schemas import is_view
+from ..schemas import is_of_python, is_view
 from ..torch_internals.inductor_graphs import generates_code_for
 from .aliases import bases_of, touches_of
 from .assign import lifetimes
@@ -121,7 +121,7 @@ def _kernels(graph: fx.Graph, context: CompileContext, collectives: Sequence[Col
     kernel: list[fx.Node] = []
     touched: set[str] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or is_view(node) or _is_communication(node) or node in casts:
+        if node.op != "call_function" or not _computes(node) or node in casts:
             continue
         touches = blocks.get(node, set())
         if kernel and not (_fuse(kernel[-1], node, context) and len(touched | touches) <= _FUSED_BLOCKS):
@@ -139,8 +139,10 @@ def _fuse(node: fx.Node, following: fx.Node, context: CompileContext) -> bool:
     return generates_code_for(node.target) and generates_code_for(following.target)
 
 
-def _is_communication(node: fx.Node) -> bool:
-    return comm_of(node) is not None or buffer_of(node) is not None
+def _computes(node: fx.Node) -> bool:
+    """Sizes, which are there where a rank has compiled for batches of any size, are none of its work."""
+    is_communication = comm_of(node) is not None or buffer_of(node) is not None
+    return not (is_view(node) or is_of_python(node.target) or is_communication)
 
 
 def task_graph(

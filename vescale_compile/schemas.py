@@ -67,6 +67,11 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+def is_of_python(target: object) -> bool:
+    """Whether what a node calls is Python's own: it takes a tuple apart, or computes sizes, and reads no memory."""
+    return not isinstance(target, torch._ops.OperatorBase)
+
+
 def is_pointwise(target: object) -> bool:
     """Whether each element of an operator's result depends on the same of its operands alone."""
     return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fake_world, on_ranks
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
+from vescale_compile.backend import vescale
 from vescale_compile.cost import PRESETS
 from vescale_compile.passes import fitting
 from vescale_compile.passes.context import GraphError, Part
@@ -232,3 +234,57 @@ def test_a_rank_alone_compiles_again_for_a_longer_batch_without_another_schedule
     with mock.patch.object(fitting, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks))):
         for shape in (before, now):
             call(*models.batches(1, 11, shape=shape)[0]).backward()
+
+
+class Counting(nn.Module):
+    """Computes with the number of its tokens, which Python multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale, self.out = nn.LayerNorm(16), nn.Parameter(torch.ones(16)), nn.Linear(16, 16)
+
+    def forward(self, x):
+        tokens = x.shape[0] * x.shape[1]
+        scaled = self.norm(x).reshape(tokens, x.shape[2]) * self.scale + tokens * 0.5
+        places = torch.arange(x.shape[1]).view(1, -1, 1) / x.shape[1]
+        return x + self.out(scaled.view(x.shape) - scaled.mean(0)).relu() * places
+
+
+class CountingLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(Counting() for _ in range(3)), nn.LayerNorm(16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x).square().sum()
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+        layers = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).square().sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "now"), [(CountingLayers, (3, 9)), (Wide, (0, 8))])
+@on_ranks(2)
+def test_so_it_does_where_its_graph_is_cut_otherwise(make, now):
+    """By sizes that it computes, or because other kernels are left of an empty batch."""
+    torch._dynamo.reset()
+    model = vc.fully_shard(models.build(make))
+    backend = functools.partial(vescale, options={"deadline": 20}, generate_code=False)
+    call = torch.compile(model, backend=backend)
+    call(torch.ones(2, 8, 16)).backward()
+    with mock.patch.object(fitting, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks))):
+        for shape in ((2, 8), now if dist.get_rank() else (2, 8)):
+            call(torch.ones(*shape, 16)).backward()

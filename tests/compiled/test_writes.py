@@ -7,11 +7,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import vescale_compile as vc
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+
+# Of a library that says no more of its operator than what it computes.
+LIBRARY = torch.library.Library("vescale_test_writes", "DEF")
+LIBRARY.define("double(Tensor(a!) x) -> ()")
+LIBRARY.impl("double", lambda x: x.mul_(2), "CPU")
+LIBRARY.impl("double", lambda x: None, "Meta")
+
+
+class Doubles(torch.autograd.Function):
+    """Writes to what it is given."""
+
+    @staticmethod
+    def forward(ctx, w: Tensor) -> Tensor:
+        return w.data.mul_(2).clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
 
 
 class Writes(nn.Module):
@@ -45,16 +65,27 @@ class Writes(nn.Module):
                 torch._foreach_mul_([self.w], 2.0)
             case "max_norm":
                 self.embed(torch.arange(4))
+            case "library":
+                torch.ops.vescale_test_writes.double(self.w)
 
     def forward(self, x):
+        if self.how.startswith("checkpointed "):
+            self.how = self.how.removeprefix("checkpointed ")
+            return checkpoint(self.product, x, use_reentrant=False)
+        return self.product(x)
+
+    def product(self, x):
+        if self.how == "function":
+            Doubles.apply(self.w)
         self.write()
         return (x @ self.w).sum() + self.w.detach().clone().mul_(2).sum()
 
 
 WAYS = ["method", "operator", "view", "item", "detach", "data", "out", "foreach", "max_norm"]
+REGIONS = ["function", "checkpointed method", "checkpointed data", "checkpointed foreach"]
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", [*WAYS, "library", *REGIONS])
 @on_ranks(2)
 def test_writing_to_a_parameter_in_a_compiled_forward_is_refused(how):
     torch._dynamo.reset()

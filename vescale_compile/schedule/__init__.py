@@ -4,6 +4,7 @@ Pure Python, on plain data: a :class:`TaskGraph` goes in, a :class:`Schedule` co
 what it does. Nothing here knows of PyTorch.
 """
 
+from vescale_compile.schedule.adapt import adapt, touches
 from vescale_compile.schedule.bound import Bound, lower_bound
 from vescale_compile.schedule.budget import BudgetError, check_budget, least_peak
 from vescale_compile.schedule.early import launched_early
@@ -29,6 +30,7 @@ __all__ = [
     "Transfer",
     "TransferSpan",
     "Wait",
+    "adapt",
     "check_budget",
     "find_schedule",
     "launched_early",
@@ -37,4 +39,5 @@ __all__ = [
     "lower_bound",
     "simulate",
     "synchronous_schedule",
+    "touches",
 ]

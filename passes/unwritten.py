@@ -1,0 +1,102 @@
+"""Refuses writes to gathered parameters, which are copies: they would be lost without a word.
+
+Dynamo ran the program on fake tensors, regions of it too, and a write to one, through whatever view, shows in its
+version. Of two kinds of operators it does not: those that are given lists of tensors, and a library's own, if it
+defines no more of one than what it computes. Their schemas say what they write to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
+
+from ..schemas import aliased
+from .context import CompileContext, fail
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"})
+
+
+def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str], context: CompileContext) -> None:
+    """
+    Args:
+        gm: Dynamo's graph; those of its regions (checkpoints, ``autograd.Function``) are looked at, too.
+        names: of the parameters, by the nodes that read them.
+
+    Raises:
+        GraphError: a parameter is written to.
+    """
+    memory = {_memory(node): name for node, name in names.items()}
+    memory.pop(None, None)
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value._version > 0 and (place := _memory(node)) in memory:
+            # A parameter that is written to by its own name shows it where it was gathered already.
+            _refuse(context, _writer(node.graph, place) or node, memory[place])
+        for written in _written_without_trace(node):
+            if _memory(written) in memory:
+                _refuse(context, node, memory[_memory(written)])
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    try:
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    except NotImplementedError:  # inside torch.func.grad and its kin tensors are wrapped
+        return None
+
+
+def _written_without_trace(node: fx.Node) -> Iterator[fx.Node]:
+    """Arguments that the operators write to of which versions do not tell."""
+    for overload in _overloads(node.target):
+        for position, name, written in aliased(overload):
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+            if written and (isinstance(value, list | tuple) or overload.namespace != "aten"):
+                yield from (each for each in _listed(value) if isinstance(each, fx.Node))
+
+
+def _listed(value: object) -> Collection[object]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _overloads(target: object) -> list[OpOverload]:
+    """Of the operator that a node calls, or that the function of PyTorch's which it calls is made of."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if isinstance(target, OpOverload):
+        return [target]
+    packet = target if isinstance(target, OpOverloadPacket) else getattr(torch.ops.aten, name, None)
+    return [getattr(packet, each) for each in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
+
+
+def _writer(graph: fx.Graph, memory: int | None) -> fx.Node | None:
+    """The first node which by its name writes to what it is given, of this memory."""
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
+        if in_place and memory in map(_memory, node.all_input_nodes):
+            return node
+    return None
+
+
+def _refuse(context: CompileContext, node: fx.Node, name: str) -> NoReturn:
+    fail(
+        context,
+        node,
+        f"parameter {name!r} is written to inside forward. There it is a gathered copy, and the write would be "
+        "lost: write to the sharded parameter outside forward, or keep the value in a buffer (register_buffer)"
+        + _written_at(node),
+    )
+
+
+def _written_at(node: fx.Node) -> str:
+    """The line of the program that a node comes from, as far as Dynamo tells: the user's, if one is."""
+    frames = re.findall(r'File "(.+)", line (\d+), in', node.meta.get("stack_trace") or "")
+    users = [frame for frame in frames if not any(map(Path(frame[0]).is_relative_to, _LIBRARIES))] or frames
+    return "; it is written by line {1} of {0}".format(*users[-1]) if users else ""
