@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Backward:
-    """What is to be done when it has run. Autograd holds it, and drops it at the end, also of one that raised.
+    """What is to be done when it has run.
 
     Attributes:
         aside: by buffer, reduced gradients by index of the parameter, which it has not come to.
@@ -45,6 +45,7 @@ class Backward:
 
 class _Running(threading.local):
     backward: Callable[[], Backward | None] = staticmethod(lambda: None)
+    goes_on: Callable[[], object] = staticmethod(lambda: None)
 
 
 _running = _Running()
@@ -52,9 +53,8 @@ _running = _Running()
 
 def running_backward() -> Backward:
     """That of this thread, which a backward is running in. What first asks in it must not be in one inside."""
-    backward = _running.backward()
+    backward = _running.backward() if _running.goes_on() else None
     if backward is None:
         backward = Backward()
-        after_backward(backward.end)
-        _running.backward = weakref.ref(backward)
+        _running.backward, _running.goes_on = weakref.ref(backward), after_backward(backward.end)
     return backward

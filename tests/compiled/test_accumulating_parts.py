@@ -2,6 +2,7 @@
 
 import copy
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,3 +88,36 @@ def test_a_step_before_the_last_gradients_were_reduced_is_refused():
     model.zero_grad()
     model(x).backward()
     optimizer.step()
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x).sum()
+
+
+@pytest.mark.parametrize("compile", ["eager", None])
+@on_ranks(2)
+def test_an_exception_of_a_backward_that_is_kept_keeps_no_later_gradients(compile):
+    torch._dynamo.reset()
+    model, call = models.sharded(Either, compile=compile)
+
+    def accumulate() -> None:
+        with vc.no_sync(model):
+            call(torch.ones(2, 3), 0).backward()
+        call(torch.ones(2, 3), 1).backward()
+
+    def refuse(gradient: Tensor) -> None:
+        raise FloatingPointError
+
+    hook = model.layers[0].weight.register_hook(refuse)
+    with pytest.raises(FloatingPointError) as kept:
+        accumulate()
+    hook.remove()
+    model.zero_grad()
+    accumulate()
+    assert kept.tb is not None
+    assert all(param.grad is not None for param in model.parameters())

@@ -5,6 +5,8 @@ Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -74,6 +76,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def after_backward(function: Callable[[], None]) -> None:
-    """Calls ``function`` when the backward that is running has run, as DistributedDataParallel does; not compiled."""
-    torch.autograd.Variable._execution_engine.queue_callback(torch.compiler.disable(function))
+def after_backward(function: Callable[[], None]) -> Callable[[], object]:
+    """Calls ``function`` when the backward that is running has run, as DistributedDataParallel does; not compiled.
+
+    Returns a reference, dead when that backward is over, also where it raised: the traceback of an exception that is
+    kept has ``function`` in its frames, but not what autograd was given, which has none.
+    """
+    queued = functools.partial(torch.compiler.disable(function))
+    torch.autograd.Variable._execution_engine.queue_callback(queued)
+    return weakref.ref(queued)
