@@ -16,8 +16,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from .runtime.boundary import binding_of
-from .runtime.life import ranks_of
 from .torch_internals.groups import default_store
 
 _sharding_ranks: ContextVar[int] = ContextVar("ranks that fully_shard is sharding over")
@@ -77,16 +75,10 @@ def sharding_ranks() -> int:
     return _sharding_ranks.get(dist.get_world_size() if dist.is_initialized() else 1)
 
 
-def whole_mesh(param: DTensor) -> DeviceMesh:
-    """All ranks that train a sharded parameter: those of its mesh and, with hybrid sharding, of its replicas."""
-    binding = binding_of(param)
-    return param.device_mesh if binding is None else binding.buffer.mesh
-
-
-def ranks_of_all_shards(mesh: DeviceMesh) -> list[int]:
-    """Those that train what is sharded over ``mesh``: its own and, with hybrid sharding, those of its replicas."""
-    replicated = [each for each in _meshes().given.values() if each.whole.ndim == 2]
-    return ranks_of(next((each.whole for each in replicated if each.shard == mesh), mesh))
+def whole_mesh(tensor: DTensor) -> DeviceMesh:
+    """All ranks that train a sharded tensor: those of its mesh and, with hybrid sharding, of its replicas."""
+    whole = getattr(tensor._spec, "whole", None)
+    return tensor.device_mesh if whole is None else whole
 
 
 def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParallelMesh:

@@ -41,7 +41,7 @@ def allocate(
             start, stop = plan.interval(key, rank)
             local.copy_(param.detach().reshape(-1)[start:stop])
         placement = _placement(*plan.ragged_shard(key))
-        sharded = RaggedDTensor.from_local(local, mesh.shard, [placement], shape=param.shape)
+        sharded = RaggedDTensor.from_local(local, mesh.shard, [placement], shape=param.shape, whole=mesh.whole)
         buffer.params.append(_as_parameter(sharded, param, Binding(buffer, index)))
     return buffer
 

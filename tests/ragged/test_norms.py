@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 
 ORDERS = [2, 1, 3, 0.5, 0, -1, -2, math.inf, -math.inf]
@@ -145,6 +146,19 @@ def test_norms_of_what_is_placed_elsewhere_are_refused() -> None:
     for tensor in (other, partial):
         with pytest.raises(RaggedShardError):
             torch._foreach_norm([place(tensors()[0]), tensor])
+
+
+@on_ranks(4)
+def test_norms_of_what_has_replicas_and_of_what_has_none_are_refused_together() -> None:
+    """Though both are sharded over the same ranks: experts are, beside hybrid sharding."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "same"))
+    replicated, alone = (
+        RaggedDTensor.from_local(torch.ones(1), mesh["same"], [RaggedShard((0,), (1, 1))], shape=(2,), whole=whole)
+        for whole in (mesh, None)
+    )
+    with pytest.raises(RaggedShardError, match="tensors that other ranks have others of"):
+        torch._foreach_norm([replicated, alone])
+    torch.testing.assert_close(torch._foreach_norm([replicated]), [torch.tensor(2.0).sqrt()])
 
 
 @on_ranks(3)

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from cases import numbered, shard, world_mesh
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from vescale_compile.mesh import whole_mesh
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShard, RaggedShardError
 from vescale_compile.ragged.redistribute import to_ragged
@@ -269,3 +271,24 @@ def test_fake_tensor_mode_makes_fake_shards() -> None:
     assert type(fake) is RaggedDTensor and fake.placements == (LAYOUT,)
     assert type(fake.detach().to_local()).__name__ == "FakeTensor"
     assert fake.shape == (4, 3) and fake.to_local().shape == ragged.to_local().shape
+
+
+@on_ranks(4)
+def test_all_that_is_made_of_a_tensor_with_replicas_has_them_too() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    local, layout = torch.ones(6), RaggedShard((0,), (1, 1))
+    given = RaggedDTensor.from_local(local, mesh["shard"], [layout], shape=(4, 3), whole=mesh, requires_grad=True)
+    (given * given).to_local().sum().backward()
+    tensor = given.detach()
+    made = {
+        "gradient": given.grad,
+        "zeros": torch.zeros_like(tensor),
+        "other dtype": tensor.to(torch.bfloat16),
+        "flat": tensor.view(-1),
+        "rows": tensor[1:3],
+        "parameter": nn.Parameter(tensor),
+        "redistributed": tensor.redistribute(placements=[RaggedShard((0,), (1, 3))]),
+        "copy": copy.deepcopy(tensor),
+        "file": pickle.loads(pickle.dumps(tensor)),
+    }
+    assert {name: whole_mesh(each) == mesh for name, each in made.items()} == dict.fromkeys(made, True)

@@ -118,7 +118,7 @@ def _wrap(member: Member, name: str, flat: Tensor) -> Tensor:
     if placement is None:
         return flat.view(shape)
     assert isinstance(member.param, RaggedDTensor)
-    return RaggedDTensor.from_local(flat, member.param.device_mesh, [placement], shape=shape)
+    return member.param.placed(flat, placement, shape)
 
 
 def _placement(member: Member, name: str) -> RaggedShard | None:

@@ -83,10 +83,8 @@ def placement_of_blocks(placement: RaggedShard, shape: tuple[int, ...], grid: _G
 def _zeros(param: Tensor, layout: Layout) -> Tensor:
     if not isinstance(param, RaggedDTensor) or layout.placement is None:
         return param.new_zeros(layout.shape)
-    mesh = param.device_mesh
-    start, stop = layout.placement.interval(layout.shape, mesh.get_local_rank())
-    local = param.to_local().new_zeros(stop - start)
-    return RaggedDTensor.from_local(local, mesh, [layout.placement], shape=layout.shape)
+    start, stop = layout.placement.interval(layout.shape, param.device_mesh.get_local_rank())
+    return param.placed(param.to_local().new_zeros(stop - start), layout.placement, layout.shape)
 
 
 def _text(layout: Layout) -> str:

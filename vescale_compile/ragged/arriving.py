@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from vescale_compile.ragged.dtensor import RaggedDTensor, take_foreach_form, wrap
+from vescale_compile.ragged.dtensor import RaggedDTensor, _Spec, take_foreach_form, wrap
 from vescale_compile.runtime.arrivals import Arrival
 from vescale_compile.torch_internals.tracing import honor_torch_dispatch
 
@@ -65,7 +64,7 @@ def _returns_view(func: OpOverload) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def arriving(local: torch.Tensor, spec: DTensorSpec, arrival: Arrival | None) -> ArrivingDTensor:
+def arriving(local: torch.Tensor, spec: _Spec, arrival: Arrival | None) -> ArrivingDTensor:
     """:func:`wrap` of elements that come with ``arrival``."""
     result = cast(ArrivingDTensor, wrap(local, spec, kind=ArrivingDTensor))
     result._arrival = arrival

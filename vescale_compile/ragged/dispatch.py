@@ -156,7 +156,7 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         view = wrap(local, tensor._spec)
     else:
         placement = tensor.placement.viewed(tensor.shape, shape)
-        view = RaggedDTensor.from_local(local, tensor.device_mesh, [placement], shape=shape)
+        view = tensor.placed(local, placement, shape)
     return return_and_correct_aliasing(func, args, kwargs, view)
 
 
@@ -191,12 +191,8 @@ def _rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         refuse(func, tensor, "a view without elements")
     rank = tensor.device_mesh.get_local_rank()
     begin = pieces[rank][0] - held[rank][0] if counts[rank] else 0
-    view = RaggedDTensor.from_local(
-        tensor._local_tensor[begin : begin + counts[rank]],
-        tensor.device_mesh,
-        [RaggedShard(range(len(shape)), counts)],
-        shape=shape,
-    )
+    local = tensor._local_tensor[begin : begin + counts[rank]]
+    view = tensor.placed(local, RaggedShard(range(len(shape)), counts), shape)
     return return_and_correct_aliasing(func, args, kwargs, view)
 
 
@@ -210,7 +206,7 @@ def _complex_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
             refuse(func, tensor, "the last dimension must be of two, and not one that may be cut")
         local, shape = local.view(-1, 2), tensor.shape[:-1]
     local = func(local).view(-1)
-    view = RaggedDTensor.from_local(local, tensor.device_mesh, tensor.placements, shape=torch.Size(shape))
+    view = tensor.placed(local, tensor.placement, shape)
     return return_and_correct_aliasing(func, args, kwargs, view)
 
 

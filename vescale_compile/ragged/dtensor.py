@@ -26,8 +26,22 @@ from vescale_compile.torch_internals.tracing import honor_torch_dispatch
 
 
 class _Spec(DTensorSpec):
-    """Copies share its mesh. Dynamo's guards keep copies, and would compare all ranks of the mesh for each parameter in
-    each call of a graph."""
+    """What a tensor has in common with all that is made of it: gradients, states of optimizers, views.
+
+    Copies share its mesh. Dynamo's guards keep copies, and would compare all ranks of the mesh for each parameter in
+    each call of a graph.
+
+    Attributes:
+        whole: with hybrid sharding, the 2-D mesh whose last dimension the tensor is sharded over; else None.
+    """
+
+    whole: DeviceMesh | None = None
+
+    def but(self, placements: tuple[Placement, ...], tensor_meta: TensorMeta | None) -> _Spec:
+        """That of a tensor of another placement or shape on the same ranks."""
+        spec = _Spec(self.mesh, placements, tensor_meta=tensor_meta)
+        spec.whole = self.whole
+        return spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Spec:
         return copy.copy(self)
@@ -41,6 +55,8 @@ class RaggedDTensor(DTensor):
     silence. Inside the forward of a module given to ``fully_shard``, its parameters are whole tensors
     instead.
     """
+
+    _spec: _Spec
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # DTensor's does nothing either, but hides from Dynamo while it does, which takes longer than all of __new__.
@@ -88,6 +104,7 @@ class RaggedDTensor(DTensor):
         shape: Sequence[int],
         stride: Sequence[int] | None = None,
         requires_grad: bool = False,
+        whole: DeviceMesh | None = None,
     ) -> RaggedDTensor:
         """Makes a RaggedDTensor of this rank's elements, without communication or copy.
 
@@ -100,6 +117,7 @@ class RaggedDTensor(DTensor):
             stride: the global strides; only the row-major ones of `shape` are possible.
             requires_grad: makes the result a leaf that requires gradients. Otherwise the result is
                 differentiable with respect to `local_tensor`, as with ``DTensor.from_local``.
+            whole: with hybrid sharding, the 2-D mesh whose last dimension `device_mesh` is.
 
         Raises:
             ValueError: an argument does not fit the others; the message names the rank.
@@ -129,6 +147,7 @@ class RaggedDTensor(DTensor):
             (placement,),
             tensor_meta=TensorMeta(shape, row_major_strides(shape), local_tensor.dtype),
         )
+        spec.whole = whole if whole is not device_mesh else None
         if requires_grad:
             return wrap(local_tensor.detach(), spec, requires_grad=True)
         return _FromLocal.apply(local_tensor, spec)
@@ -148,6 +167,14 @@ class RaggedDTensor(DTensor):
         self._check_local(local)
         return wrap(local, self._spec)
 
+    def placed(self, local: torch.Tensor, placement: RaggedShard, shape: Sequence[int]) -> RaggedDTensor:
+        """A tensor of another shape and placement on the ranks of this one, around `local`, which is aliased.
+
+        Detached from autograd. Nothing is sent, nothing is checked.
+        """
+        meta = TensorMeta(torch.Size(shape), row_major_strides(shape), local.dtype)
+        return wrap(local, self._spec.but((placement,), meta))
+
     def _check_local(self, local: torch.Tensor) -> None:
         if local.shape != self._local_tensor.shape or not local.is_contiguous():
             raise ValueError(
@@ -155,9 +182,12 @@ class RaggedDTensor(DTensor):
                 f"{tuple(self._local_tensor.shape)}, got shape {tuple(local.shape)}, strides {local.stride()}"
             )
 
-    def share_mesh(self, other: DTensor) -> None:
-        """Takes the mesh and the placement of a tensor that is laid out alike, equal to its own, in their place."""
-        self._spec = _Spec(other.device_mesh, other.placements, tensor_meta=self._spec.tensor_meta)
+    def share_mesh(self, other: RaggedDTensor) -> None:
+        """Takes the mesh of a tensor, equal to its own, in its place; its placement, too, if that is equal."""
+        if self.device_mesh is not other.device_mesh:
+            same = self.placements == other.placements  # one object is compared faster
+            placements = other.placements if same else self.placements
+            self._spec = other._spec.but(placements, self._spec.tensor_meta)
 
     def with_arriving(self, local: torch.Tensor, arrival: Arrival) -> RaggedDTensor:
         """:meth:`with_local` of elements that are on their way: whoever first asks for them waits for ``arrival``."""
@@ -266,7 +296,8 @@ class RaggedDTensor(DTensor):
     ) -> RaggedDTensor:
         # What DTensor puts into flatten_spec and inner_tensors differs between PyTorch versions.
         plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        return wrap(plain._local_tensor, plain._spec, requires_grad=plain.requires_grad)
+        spec = _Spec(plain._spec.mesh, plain._spec.placements, tensor_meta=plain._spec.tensor_meta)
+        return wrap(plain._local_tensor, spec, requires_grad=plain.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache knows this tensor by: torch 2.13's hook for subclasses. Ranks may share the cache,
@@ -295,13 +326,13 @@ torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _Spec])
 
 
 def wrap(
-    local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False, kind: type[RaggedDTensor] | None = None
+    local: torch.Tensor, spec: _Spec, *, requires_grad: bool = False, kind: type[RaggedDTensor] | None = None
 ) -> RaggedDTensor:
     """A RaggedDTensor, or one of another kind, that aliases `local`, with `spec`'s layout and `local`'s dtype. Nothing
     is checked."""
     assert spec.tensor_meta is not None
     if spec.tensor_meta.dtype != local.dtype:
-        spec = _Spec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+        spec = spec.but(spec.placements, spec.tensor_meta._replace(dtype=local.dtype))
     # DTensor's constructor copies the local's storage offset to the wrapper, which has no storage to match,
     # and deepcopy and torch.save then fail: make it of a tensor at offset 0.
     origin = local if local.storage_offset() == 0 else local.new_empty(0)
@@ -313,7 +344,7 @@ def wrap(
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+    def forward(ctx: Any, local: torch.Tensor, spec: _Spec) -> RaggedDTensor:
         ctx.spec = spec
         return wrap(local.view_as(local), spec)
 

@@ -135,7 +135,7 @@ def _element(
     elif is_partial(anchor):
         refuse(func, like, f"the list also holds a tensor placed by {anchor.placements}; redistribute it")
     if same_layout(anchor, item):
-        if isinstance(item, RaggedDTensor) and item.device_mesh is not anchor.device_mesh:
+        if isinstance(anchor, RaggedDTensor) and isinstance(item, RaggedDTensor):
             item.share_mesh(anchor)  # of a loaded state: to compare their ranks once is enough
         return item
     if written:

@@ -104,6 +104,8 @@ def _move(tensor: DTensor, target: Placement) -> DTensor:
             source_intervals = _intervals(_sizes(source, mesh, shape))
             target_intervals = _intervals(_sizes(target, mesh, shape))
             local = _all_to_all(local.reshape(-1), source_intervals, target_intervals, rank, group)
+        if isinstance(tensor, RaggedDTensor):
+            return tensor.placed(local, target, shape)
         return RaggedDTensor.from_local(local, mesh, [target], shape=shape)
 
     if isinstance(target, Replicate):

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_compile.mesh import ranks_of_all_shards
+from vescale_compile.mesh import whole_mesh
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.lists import coalesced
 from vescale_compile.ragged.local import (
@@ -24,6 +24,7 @@ from vescale_compile.ragged.local import (
     same_layout,
     with_defaults,
 )
+from vescale_compile.runtime.life import ranks_of
 
 
 def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -163,6 +164,7 @@ def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tens
         RaggedShardError: they are not all of the same ranks, or placed otherwise.
     """
     found: dict[DeviceMesh, list[int]] = {}
+    trained_by: set[DeviceMesh] = set()
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, DTensor) or is_replicated(tensor):
             continue
@@ -170,7 +172,8 @@ def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tens
             where = f"{tensor.placements} over {tensor.device_mesh}"
             refuse(func, like, f"the list also holds a tensor placed by {where}; redistribute it")
         found.setdefault(tensor.device_mesh, []).append(i)
-    if len(found) > 1 and len({tuple(ranks_of_all_shards(mesh)) for mesh in found}) > 1:
+        trained_by.add(whole_mesh(tensor))
+    if len(trained_by) > 1 and len({tuple(ranks_of(mesh)) for mesh in trained_by}) > 1:
         refuse(
             func,
             like,
