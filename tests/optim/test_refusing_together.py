@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -62,6 +63,29 @@ def test_one_rank_alone_may_load_the_state_that_it_has(name: str) -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()
     assert all(torch.isfinite(local(param)).all() for param in model.parameters())
+
+
+@on_ranks(2)
+@each_optimizer
+def test_a_loaded_state_is_over_the_process_groups_of_its_parameter(name: str) -> None:
+    """A file names those of the run that wrote it, which may be other ranks' in this one."""
+    _, optimizer = build(name)
+    optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    states = [(param, each) for param, state in optimizer.state.items() for each in state.values()]
+    over = [each.device_mesh is param.device_mesh for param, each in states if isinstance(each, vc.RaggedDTensor)]
+    assert over and all(over)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["Muon", "Shampoo"])
+def test_parameters_with_replicas_and_such_without(name: str) -> None:
+    """Though both are sharded over the same ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "same"))
+    model, rows = Model(), vc.optim.Shampoo.granularity_for(block=16)
+    vc.fully_shard(model.whole, mesh=mesh["same"], granularity=rows)
+    vc.fully_shard(model, mesh=mesh, granularity=rows, ignored_params=model.whole.parameters())
+    with pytest.raises(ValueError, match=rf"\[rank {dist.get_rank()}\] {name}: .*build an optimizer for each mesh"):
+        OPTIMIZERS[name](model.named_parameters())
 
 
 @on_ranks(2)

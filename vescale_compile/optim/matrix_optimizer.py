@@ -155,6 +155,12 @@ class MatrixOptimizer(Optimizer):
                 loaded = state["state"].get(param, {})
                 check_state(self._name, name, param, loaded, self._layouts_by_algorithm(param, group))
         super().__setstate__(state)
+        # Names of process groups are counters, which another run may count otherwise: a loaded mesh is of none, or of
+        # others' groups.
+        for param, loaded in self.state.items():
+            for value in loaded.values():
+                if isinstance(param, RaggedDTensor) and isinstance(value, RaggedDTensor):
+                    value.share_mesh(param)
 
     def state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """A parameter's state, made if there is none yet."""
@@ -205,10 +211,10 @@ class MatrixOptimizer(Optimizer):
         known = [param for _, param, _ in members_of(self.param_groups)]
         sharded = [param for param in (*known, *added) if isinstance(param, RaggedDTensor)]
         for param in sharded:
-            if param.device_mesh != sharded[0].device_mesh:
+            if (mesh := whole_mesh(param)) != (other := whole_mesh(sharded[0])):
                 raise ValueError(
-                    f"{rank_prefix(param)}{self._name}: {describe(param)} is sharded over {param.device_mesh}, and "
-                    f"{describe(sharded[0])} over {sharded[0].device_mesh}; build an optimizer for each mesh"
+                    f"{rank_prefix(param)}{self._name}: {describe(param)} is sharded over {mesh}, and "
+                    f"{describe(sharded[0])} over {other}; build an optimizer for each mesh"
                 )
 
     def _check_algorithms(self, loaded: Sequence[dict[str, Any]]) -> None:
