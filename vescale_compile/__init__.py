@@ -8,6 +8,7 @@ if TYPE_CHECKING:
 
     from . import optim
     from .accumulation import no_sync
+    from .clipping import clip_grad_norm_
     from .inspection import explain
     from .passes.context import GraphError
     from .planner import Elements, Rows, TensorSpec, Whole, plan_unit
@@ -36,6 +37,7 @@ __all__ = [
     "SavePlanner",
     "TensorSpec",
     "Whole",
+    "clip_grad_norm_",
     "explain",
     "fully_shard",
     "load_rounding_state",
@@ -59,6 +61,7 @@ _HOMES = {
     "RanksDisagree": "vescale_compile.runtime.agreement",
     "RanksMissing": "vescale_compile.runtime.agreement",
     "SavePlanner": "vescale_compile.ragged.save_planner",
+    "clip_grad_norm_": "vescale_compile.clipping",
     "explain": "vescale_compile.inspection",
     "fully_shard": "vescale_compile.sharding",
     "load_rounding_state": "vescale_compile.rounding",

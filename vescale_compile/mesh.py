@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from .ragged.dtensor import RaggedDTensor
+from .runtime.life import ranks_of
 from .torch_internals.groups import default_store
 
 _sharding_ranks: ContextVar[int] = ContextVar("ranks that fully_shard is sharding over")
@@ -79,6 +82,22 @@ def whole_mesh(tensor: DTensor) -> DeviceMesh:
     """All ranks that train a sharded tensor: those of its mesh and, with hybrid sharding, of its replicas."""
     whole = getattr(tensor._spec, "whole", None)
     return tensor.device_mesh if whole is None else whole
+
+
+def spread_mesh(tensor: DTensor) -> DeviceMesh | None:
+    """All ranks of a model that other ranks have others of such a tensor of; None if they haven't, or none is known."""
+    return getattr(tensor._spec, "spread", None)
+
+
+def note_spread(params: Iterable[nn.Parameter]) -> None:
+    """Tells the parameters of a model, or of a part, which of them other ranks of it have others of."""
+    meshes = {param: whole_mesh(param) for param in params if isinstance(param, RaggedDTensor)}
+    ranks = {mesh: set(ranks_of(mesh)) for mesh in dict.fromkeys(meshes.values())}
+    everyone, largest = set[int]().union(*ranks.values()), max(ranks, key=DeviceMesh.size, default=None)
+    for param, mesh in meshes.items():
+        if ranks[mesh] != everyone:
+            param._spec = copy.copy(param._spec)  # which copies of the parameter have too
+            param._spec.spread = largest
 
 
 def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParallelMesh:

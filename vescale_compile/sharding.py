@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import stale_optimizers
-from .mesh import DataParallelMesh, data_parallel_mesh, sharding_over
+from .mesh import DataParallelMesh, data_parallel_mesh, note_spread, sharding_over
 from .padding import warn_of_padding
 from .planner import BufferPlan, Granularity, TensorSpec, combine, plan_unit
 from .quantize import BlockInt8, BlockQuantizer
@@ -102,7 +102,8 @@ def fully_shard(
             :func:`rounding_state`. Over the replicas of a 2-D mesh the averages are exchanged in ``reduce_dtype``. Or a
             function that gives it, or None, as with ``quantize``.
         ignored_params: parameters to leave as they are, of this module or of others: whole ones, whose gradients are
-            not averaged, and those that are sharded over a mesh of other ranks, whose gradients are averaged over that.
+            not averaged, and those that are sharded over a mesh of other ranks, whose gradients are averaged over that,
+            and clipped by :func:`vescale_compile.clip_grad_norm_`.
 
     Returns:
         ``module``.
@@ -145,6 +146,7 @@ def fully_shard(
         make_sharded(members.module, {}, _shard_unit(members, layouts, places, over, policy, root=module))
     _name_buffers(module)
     note_dtypes(module)
+    note_spread(module.parameters())
     buffers = buffers_in(module)
     model = Model(buffers, module)
     for buffer in buffers:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 
 import vescale_compile as vc
 from vescale_compile.ragged.placement import RaggedShardError
@@ -90,15 +90,18 @@ def experts_of(model: nn.Module) -> list[nn.Parameter]:
     return [param for layer in model.layers for param in layer.experts.parameters()]
 
 
-def sharded(mesh: DeviceMesh) -> nn.Module:
+def sharded(
+    mesh: DeviceMesh, over: str | tuple[str, ...] = "same experts", around: DeviceMesh | None = None
+) -> nn.Module:
+    """Experts over such dimensions of a mesh, and the rest over ``around``."""
     model = Mixture(mesh)
     state = models.build(Mixture).state_dict()
     model.load_state_dict({name: held(name, whole, mesh) for name, whole in state.items()})
     for layer in model.layers:
-        vc.fully_shard(layer.experts, mesh=mesh["same experts"])
+        vc.fully_shard(layer.experts, mesh=mesh[over])
     spread = experts_of(model)
     for module in (*model.layers, model):
-        vc.fully_shard(module, ignored_params=spread)
+        vc.fully_shard(module, mesh=around, ignored_params=spread)
     for param in spread:  # averaged among the ranks that hold it: the losses of all reach it, on each of them
         param.register_hook(lambda grad: grad / mesh["experts"].size())
     return model
@@ -132,24 +135,92 @@ def compare(compiled: str) -> None:
         torch.testing.assert_close(param.detach().full_tensor(), held(name, whole, mesh).detach(), rtol=0, atol=1e-6)
 
 
-@on_ranks(4)
-def test_gradients_are_clipped_by_the_norm_of_all_experts_and_the_rest():
+def beside_hybrid_sharding() -> tuple[nn.Module, DeviceMesh]:
+    """Experts, and what is around them, are sharded over the same ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "same experts"))
+    return sharded(mesh, around=mesh), mesh
+
+
+def beside_one_mesh() -> tuple[nn.Module, DeviceMesh]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
-    model, reference = sharded(mesh), models.build(Mixture)
+    return sharded(mesh), mesh
+
+
+def with_replicas_of_experts() -> tuple[nn.Module, DeviceMesh]:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("experts", "replicate", "shard"))
+    return sharded(mesh, ("replicate", "shard")), mesh
+
+
+each_layout = pytest.mark.parametrize("build", [beside_one_mesh, beside_hybrid_sharding, with_replicas_of_experts])
+
+
+@each_layout
+@pytest.mark.parametrize("order", [2.0, 1.0, torch.inf])
+@on_ranks(4)
+def test_gradients_are_clipped_by_the_norm_of_all_experts_and_the_rest(build, order):
+    (model, mesh), reference = build(), models.build(Mixture)
     for each in (model, reference):
         each(*models.batches(1, VOCABULARY)[0]).backward()
     models.average_gradients(reference)
-    with pytest.raises(RaggedShardError, match="tensors that other ranks have others of"):
-        clip_grad_norm_(model.parameters(), 0.1)
-    expected = clip_grad_norm_(reference.parameters(), 0.1)
-    around = [param for name, param in model.named_parameters() if ".experts." not in name]
-    squares = [get_total_norm([param.grad for param in params]) ** 2 for params in (experts_of(model), around)]
-    dist.all_reduce(squares[0], group=mesh.get_group("experts"))
-    norm = sum(squares).sqrt()
-    clip_grads_with_norm_(model.parameters(), 0.1, norm)
-    torch.testing.assert_close(norm, expected)
+    norm = vc.clip_grad_norm_(model.parameters(), 0.1, order)
+    torch.testing.assert_close(norm, clip_grad_norm_(reference.parameters(), 0.1, order))
     for (name, param), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), held(name, whole.grad, mesh), rtol=0, atol=1e-6)
+
+
+@on_ranks(4)
+def test_ranks_whose_experts_have_no_gradients_count_those_of_others():
+    model, mesh = beside_one_mesh()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    if mesh.get_local_rank("experts") == 1:
+        for param in experts_of(model):
+            param.grad = None
+    experts = sum(param.numel() for param in experts_of(model))
+    rest = sum(param.numel() for param in model.parameters()) - experts
+    norm = vc.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(norm, torch.tensor(float(experts + rest)).sqrt())
+
+
+@each_layout
+@on_ranks(4)
+def test_norms_of_experts_are_refused_alone_too(build):
+    """PyTorch asks for them one by one, or for those of each dtype, and adds up what differs between ranks."""
+    model, _ = build()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    (weight, *_) = experts_of(model)
+    flat = weight.grad.flatten()
+    asked = [
+        lambda: clip_grad_norm_(model.parameters(), 0.1),
+        lambda: clip_grad_norm_(model.parameters(), 0.1, foreach=False),
+        lambda: clip_grad_norm_(experts_of(model), 0.1),
+        lambda: torch.linalg.vector_norm(weight.detach().bfloat16()),
+        lambda: torch.dot(flat, flat),
+    ]
+    for ask in asked:
+        with pytest.raises(
+            RaggedShardError, match=r"tensors that other ranks have others of.*vescale_compile.clip_grad"
+        ):
+            ask()
+    clip_grad_norm_(model.head.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+@on_ranks(4)
+def test_a_grad_scaler_refuses_experts_of_a_dtype_of_their_own(step):
+    """Whichever it is asked to unscale first: those of a dtype are unscaled together."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
+    experts, rest = nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4)
+    vc.fully_shard(experts, mesh=mesh["same experts"])
+    vc.fully_shard(nn.Sequential(experts, rest), ignored_params=experts.parameters())
+    params = [*experts.parameters(), *rest.parameters()]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer, scaler = models.sgd(params[::step]), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(RaggedShardError, match=r"tensors that other ranks have others of.* no GradScaler"):
+        scaler.step(optimizer)
 
 
 @on_ranks(4)

@@ -33,14 +33,17 @@ class _Spec(DTensorSpec):
 
     Attributes:
         whole: with hybrid sharding, the 2-D mesh whose last dimension the tensor is sharded over; else None.
+        spread: of a parameter of a model that other ranks have others of (experts, say), the mesh of all ranks of the
+            model; else None.
     """
 
     whole: DeviceMesh | None = None
+    spread: DeviceMesh | None = None
 
     def but(self, placements: tuple[Placement, ...], tensor_meta: TensorMeta | None) -> _Spec:
         """That of a tensor of another placement or shape on the same ranks."""
         spec = _Spec(self.mesh, placements, tensor_meta=tensor_meta)
-        spec.whole = self.whole
+        spec.whole, spec.spread = self.whole, self.spread
         return spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Spec:

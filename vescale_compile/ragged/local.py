@@ -17,7 +17,7 @@ from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShardError
 
 
-def refuse(func: OpOverload, tensor: RaggedDTensor, reason: str) -> NoReturn:
+def refuse(func: OpOverload, tensor: DTensor, reason: str) -> NoReturn:
     """Raises RaggedShardError, naming the operation, the tensor's global shape, the rank and the ways out."""
     raise RaggedShardError(f"{func} on {tensor!r}: {reason}. {_way_out(inspect.currentframe())}")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_compile.mesh import whole_mesh
+from vescale_compile.mesh import spread_mesh, whole_mesh
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.lists import coalesced
 from vescale_compile.ragged.local import (
@@ -90,6 +90,7 @@ def dot(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
         if each.ndim != 1 or each.dtype != ragged.dtype:
             refuse(func, ragged, "both tensors must have one dimension and the same dtype")
         _check_no_gradient(func, each)
+    _by_mesh(func, ragged, (first, second))
     dtype = torch.float32 if _is_short_float(ragged.dtype) else ragged.dtype
     here = torch.dot(first._local_tensor.to(dtype), second._local_tensor.to(dtype))
     return _all_reduce(here, "sum", ragged.device_mesh).to(ragged.dtype)
@@ -137,6 +138,31 @@ def _norms(
     return [norm.to(kind) for norm, kind in zip(norms, wanted, strict=True)]
 
 
+def total_norm(
+    tensors: Sequence[torch.Tensor], order: float, everyone: DeviceMesh, device: torch.device
+) -> torch.Tensor:
+    """The norm, of an order larger than 0, of all that any rank of a mesh has: 0-dim, in double precision.
+
+    Args:
+        tensors: sharded over some of those ranks; or plain, equal on all of them.
+        everyone: whose ranks all call it, each with those that it has: none, say.
+        device: of the tensors.
+    """
+    locals_by_copies: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        copies = everyone.size()
+        if isinstance(tensor, RaggedDTensor):
+            copies = whole_mesh(tensor).size() // tensor.device_mesh.size()
+        locals_by_copies.setdefault((copies, tensor.dtype), []).append(local_of(tensor))
+    here = torch.zeros((), dtype=torch.float64, device=device)
+    for (copies, _), held in locals_by_copies.items():
+        norms = torch.stack([norm.to(torch.float64) for norm in _local_norms(coalesced(held), order, None)])
+        here = torch.maximum(here, norms.max()) if math.isinf(order) else here + (norms**order).sum() / copies
+    if math.isinf(order):
+        return _all_reduce_max(here, everyone)
+    return _all_reduce(here, "sum", everyone) ** (1.0 / order)
+
+
 def _norms_over(mesh: DeviceMesh, norms: torch.Tensor, order: float) -> torch.Tensor:
     """Of whole tensors, by those of their parts on each rank."""
     if math.isinf(order):
@@ -161,7 +187,8 @@ def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tens
     """Where in the list the tensors of each mesh are, those that every rank holds whole apart.
 
     Raises:
-        RaggedShardError: they are not all of the same ranks, or placed otherwise.
+        RaggedShardError: they are not all of the same ranks, or other ranks have others of one; or placed otherwise.
+            Of one alone, too: PyTorch asks for those of each dtype by themselves, or one by one, and adds up.
     """
     found: dict[DeviceMesh, list[int]] = {}
     trained_by: set[DeviceMesh] = set()
@@ -173,14 +200,21 @@ def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tens
             refuse(func, like, f"the list also holds a tensor placed by {where}; redistribute it")
         found.setdefault(tensor.device_mesh, []).append(i)
         trained_by.add(whole_mesh(tensor))
+        if spread_mesh(tensor) is not None:
+            _refuse_spread(func, tensor)
     if len(trained_by) > 1 and len({tuple(ranks_of(mesh)) for mesh in trained_by}) > 1:
-        refuse(
-            func,
-            like,
-            "the list holds tensors that other ranks have others of (experts, say), so that ranks would come to other "
-            "results. Call it for those of each mesh, and sum up over the ranks that have others",
-        )
+        _refuse_spread(func, like)
     return found
+
+
+def _refuse_spread(func: OpOverload, tensor: DTensor) -> NoReturn:
+    refuse(
+        func,
+        tensor,
+        "there are tensors that other ranks have others of (experts, say), so that ranks would come to other results. "
+        "Clip gradients by vescale_compile.clip_grad_norm_, which sums up over all ranks; train in bfloat16, for which "
+        "no GradScaler is needed; and give these to an optimizer that takes no norms or dot products",
+    )
 
 
 def _is_short_float(dtype: torch.dtype) -> bool:
@@ -189,7 +223,9 @@ def _is_short_float(dtype: torch.dtype) -> bool:
 
 def _all_reduce(values: torch.Tensor, op: str, mesh: DeviceMesh) -> torch.Tensor:
     c10d = torch.ops._c10d_functional
-    return c10d.wait_tensor(c10d.all_reduce(values, op, mesh.get_group().group_name))
+    for group in mesh.get_all_groups():
+        values = c10d.wait_tensor(c10d.all_reduce(values, op, group.group_name))
+    return values
 
 
 def _all_reduce_max(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
