@@ -153,6 +153,11 @@ class GraphUnit:
         return ("shard", self.shard), ("reductions", self.reductions)
 
     @property
+    def numel(self) -> int:
+        """Elements of its gathered buffer, padding included."""
+        return self.comm.world_size * self.shard.numel()
+
+    @property
     def shard_bytes(self) -> int:
         return self.shard.numel() * self.shard.itemsize
 

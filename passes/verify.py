@@ -3,13 +3,13 @@
 1. A gathered buffer is read only after its wait, and nothing is written to it; nothing is written to a gradient
    buffer once its reduce-scatter is launched.
 2. Memory of a slot is given to another buffer only when no collective is in flight on it, and nothing reads the buffer
-   that was there any more, nor a view of it: what shares memory with a buffer is known to.
+   that was there any more, nor a view of it: what shares memory with a buffer is known to. No result lies in a slot.
 3. A collective has one launch and one wait. A unit is gathered at most once in each graph, and its gradient is
    reduced in the backward exactly as often as the joint graph reduced it: once. In a forward, a unit that is
    resharded is released: no output keeps its gathered buffer alive.
    A gather that the forward carries over to the backward is launched in the one and taken in the other, into a slot
    that nothing else uses. A reduction may be left in flight when the backward ends: nothing in the graph touches its
-   memory again, and its result is only returned, or cast when it is read.
+   memory again, and its result is only returned, or cast when it is read. A collective is of its unit's ranks.
 4. The order, sizes and dtypes of the collectives are recorded, for the comparison across ranks.
 5. Nothing stands between a shard and its gather, nor between a reduction and the gradient it returns, but a cast to
    the shard's dtype; and what is reduced is the buffer that gradients were written to, each parameter's place in it,
@@ -49,6 +49,7 @@ from .context import (
 from .moves import CASTS, uncast
 from .slot_memory import sharing_memory
 from .verify_bytes import check_copies, check_memory, check_written
+from .verify_ends import check_ends
 from .verify_views import check_views
 
 
@@ -58,6 +59,7 @@ def verify(gm: fx.GraphModule, context: CompileContext) -> None:
     execution = _Execution(context)
     launches = execution.check(gm.graph)
     _check_counts(launches, part, context)
+    check_ends(gm.graph, execution.bases, context)
     check_views(gm.graph, execution.bases, context)
     check_copies(gm.graph, execution.bases, context)
     check_written(gm.graph, execution.bases, context)

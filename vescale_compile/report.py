@@ -66,7 +66,7 @@ class GraphReport:
                 unit.comm.world_size,
                 unit.comm.replica_count,
                 unit.shard_bytes,
-                unit.shard.numel() * unit.comm.world_size * unit.comm.param_dtype.itemsize,
+                unit.numel * unit.comm.param_dtype.itemsize,
                 _after_forward(context, ordinal),
             )
             for ordinal, unit in enumerate(context.units)

@@ -97,11 +97,16 @@ class Graph:
         return self.call(aten.empty.memory_format, [WORLD * S], mark=mark)
 
     def launch_gather(
-        self, buffer: fx.Node, source: fx.Node | None = None, unit: int | None = None, **options: bool
+        self,
+        buffer: fx.Node,
+        source: fx.Node | None = None,
+        unit: int | None = None,
+        group: str = "0",
+        **options: bool,
     ) -> None:
         unit = buffer.meta["vescale"].unit if unit is None else unit
         mark = Comm(ALL_GATHER, Role.LAUNCH, unit)
-        self.call(ops.start_all_gather, source or self.shards[unit], buffer, unit, "0", mark=mark, **options)
+        self.call(ops.start_all_gather, source or self.shards[unit], buffer, unit, group, mark=mark, **options)
 
     def wait_gather(self, buffer: fx.Node) -> None:
         unit = buffer.meta["vescale"].unit

@@ -307,3 +307,27 @@ def test_a_result_in_gathered_memory_of_which_no_schema_tells():
     result.meta["val"] = parameters.meta["val"]
     with pytest.raises(GraphError, match=r"lies in memory of the gathered parameters of layers\.0.*relu"):
         graph.verify([result], context(Part.FORWARD))
+
+
+def test_a_collective_of_the_ranks_of_another_unit():
+    graph = Graph()
+    buffer = graph.buffer()
+    graph.launch_gather(buffer, group="1")
+    graph.wait_gather(buffer)
+    with pytest.raises(GraphError, match=r"marked as of unit layers\.0 is of group '1', not '0'"):
+        graph.verify([graph.read(buffer)], context(Part.FORWARD))
+
+
+def test_a_gather_of_less_than_a_unit():
+    graph = Graph()
+    buffer = graph.buffer()
+    buffer.meta["val"] = buffer.meta["val"][1:]
+    with pytest.raises(GraphError, match=r"gathered parameters of layers\.0 have 7 elements, and the unit has 8"):
+        graph.verify([graph.read(graph.gather(buffer))], context(Part.FORWARD))
+
+
+def test_a_result_in_a_slot():
+    graph = Graph()
+    kept = graph.gather(graph.buffer(slot=True))
+    with pytest.raises(GraphError, match=r"gathered parameters of layers\.0 are returned from a slot"):
+        graph.verify([graph.read(kept), kept], context(Part.FORWARD, reshard=False))
