@@ -108,6 +108,19 @@ def test_a_block_whose_gradient_was_zero_learns_afterwards() -> None:
     assert (params[0] - before).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize("grafting", ["adam", "sgd"])
+@pytest.mark.parametrize("size", [1e-23, 1e-24, 1e-30])
+def test_a_step_by_gradients_whose_squares_underflow_has_the_norm_that_it_is_grafted(
+    size: float, grafting: str
+) -> None:
+    params = [nn.Parameter(torch.zeros(6, 7))]
+    gradient = random_tensors([(6, 7)], seed=1)[0] * size
+    give_grads(params, [gradient])
+    shampoo(params, lr=1.0, frequency=1, grafting=grafting).step()
+    grafted = gradient.double() / (1e-8 if grafting == "adam" else 1)
+    torch.testing.assert_close(params[0].detach().double().norm() / grafted.norm(), torch.tensor(1.0).double())
+
+
 @pytest.mark.parametrize("frequencies", [(10, 3), (3, 10)])
 def test_a_block_steps_by_the_roots_that_it_has_when_the_frequency_changes(frequencies: tuple[int, int]) -> None:
     params = plain([(16, 24)])  # six blocks: after four steps some have no roots yet with 10, and all have with 3

@@ -155,7 +155,15 @@ def preconditioned(
     if grafting is None:
         return update
     tiny = torch.finfo(update.dtype).tiny
-    return update * (grafted.norm() / update.norm().clamp(min=tiny))
+    return update * (_norm(grafted) / _norm(update).clamp(min=tiny))
+
+
+def _norm(x: Tensor) -> Tensor:
+    """The norm of all elements, 0-dim, whatever their size: squares of small ones underflow, and a step of that norm
+    would be as much too large."""
+    largest = x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny)
+    scale = largest / (2 * torch.frexp(largest).mantissa)  # a power of two: dividing by it does not round
+    return (x / scale).norm() * scale
 
 
 @functools.cache
