@@ -47,14 +47,14 @@ class Moments:
     ) -> None:
         """One step on flat float32 tensors; without protection as the papers have it."""
         for index, block in enumerate(self.ranges):
-            moments, hidden = [], None
+            moments, olds, hidden = [], [], None
             for which, target in enumerate((grad[block], grad[block] ** 2)):
                 codes, scale = self.codes[which][block], self.scales[which][index].clone()
-                old = self.maps[which][codes] * scale
+                olds.append(old := self.maps[which][codes] * scale)
                 moment = old + torch.tensor(1 - betas[which]) * (target - old)
                 moments.append(moment)
                 if which == 1:
-                    hidden = (codes == 0) & (scale > 1e-12)
+                    hidden = (codes == 0) & ((scale > 1e-12) | (olds[0] != 0))
                     border = float(self.maps[1][1]) / 2 * betas[1] * scale
                 self.scales[which][index] = new_scale = moment.abs().max().clamp(min=1e-12)
                 self.codes[which][block] = nearest(moment / new_scale, self.maps[which])

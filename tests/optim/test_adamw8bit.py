@@ -103,6 +103,17 @@ def test_where_the_second_moment_underflows_steps_stay_near_those_of_adamw() -> 
     assert (after(10, as_published) - expected).abs().max() > 50 * 0.01
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e-10, 1e-13])
+def test_where_a_block_is_below_the_least_scale_elements_move_by_at_most_the_learning_rate(size: float) -> None:
+    param = nn.Parameter(torch.zeros(4096))
+    optimizer = adamw8bit([param], lr=0.01, weight_decay=0.0, eps=1e-15)
+    for _ in range(20):
+        before = param.detach().clone()
+        param.grad = torch.full((4096,), size)
+        optimizer.step()
+        assert (param - before).abs().max() <= 0.01 * (1 + 1e-5)
+
+
 def test_states_take_at_most_2_1_bytes_for_a_parameter() -> None:
     for blocks in ({}, {"tile": (32, 32)}):
         param = nn.Parameter(torch.randn(256, 512))

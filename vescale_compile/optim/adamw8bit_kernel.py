@@ -87,10 +87,11 @@ class Codebooks(NamedTuple):
 def step_blocks(tensors: Sequence[Tensor], by: Coefficients, books: Codebooks) -> None:
     """One AdamW step (arXiv 1711.05101) in place, with moments quantized by blocks (arXiv 2110.02861).
 
-    The moments that are stored are those that were computed, rounded to the nearest code. What is stored as 0 in a
-    block that is not all zeros may have been anything below the least code's border, and dividing by its root would
-    move the parameter by far too much. So the denominator alone, not what is stored, takes that border for it, and
-    is at least the corrected first moment: such an element moves by at most the learning rate.
+    The moments that are stored are those that were computed, rounded to the nearest code. A second moment that is
+    stored as 0 in a block that is not all zeros, or with a first moment that is not 0, may have been anything below the
+    least code's border, and dividing by its root would move the parameter by far too much. So the denominator alone,
+    not what is stored, takes that border for it, and is at least the corrected first moment: such an element moves by
+    at most the learning rate.
 
     Args:
         tensors: parameters and gradients, [R, h, C, w] for R * C blocks of h * w elements, of any floating-point dtype;
@@ -102,7 +103,7 @@ def step_blocks(tensors: Sequence[Tensor], by: Coefficients, books: Codebooks) -
     gradient = _clamped(grad)
     old1 = dequantize(codes1, books.first) * scales1
     old2 = dequantize(codes2, books.second) * scales2
-    underflowed = (codes2 == 0) & (scales2 > LEAST_SCALE)
+    underflowed = (codes2 == 0) & ((scales2 > LEAST_SCALE) | (old1 != 0))
     moment1 = _average(old1, gradient, by.weight1, by.keep1)
     moment2 = _average(old2, gradient * gradient, by.weight2, by.keep2)
 
