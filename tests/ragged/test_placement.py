@@ -99,3 +99,19 @@ def test_one_ranks_interval_is_that_among_all() -> None:
 def test_what_ranks_hold_are_the_intervals_that_are_not_empty() -> None:
     assert RaggedShard((0,), (0, 2, 0, 1, 3)).held((12, 5)) == {1: (0, 20), 3: (20, 30), 4: (30, 60)}
     assert RaggedShard((0,), (1, 2)).held((0, 5)) == {}
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any), st.data())
+def test_the_counts_of_a_run_are_what_of_it_lies_in_each_interval(units: list[int], data: st.DataObject) -> None:
+    placement, shape = RaggedShard((0,), units), (sum(units), 3)
+    first = data.draw(st.integers(0, sum(units) * 3 - 1))
+    last = data.draw(st.integers(first + 1, sum(units) * 3))
+    held = [len(range(max(start, first), min(stop, last))) for start, stop in placement.intervals(shape)]
+    assert placement.counts(shape, first, last) == held
+
+
+def test_views_of_a_placement_in_as_many_dimensions_are_one() -> None:
+    """Each would be checked and hashed, which takes a look at each of maybe thousands of ranks."""
+    placement = RaggedShard((0,), (1, 0, 3))
+    assert placement.viewed((4, 3), (12,)) is placement
+    assert placement.viewed((4, 3), (3, 4)) is placement.viewed((4, 3), (6, 2))

@@ -184,14 +184,11 @@ def _rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         first, last = rows[start:end].start, rows[start:end].stop
         shape = torch.Size((last - first, *tensor.shape[1:]))
     row = math.prod(tensor.shape[1:])
-    held = tensor.placement.intervals(tensor.shape)
-    pieces = [(max(start, first * row), min(stop, last * row)) for start, stop in held]
-    counts = [max(stop - start, 0) for start, stop in pieces]
-    if sum(counts) == 0:
+    if (last - first) * row <= 0:
         refuse(func, tensor, "a view without elements")
-    rank = tensor.device_mesh.get_local_rank()
-    begin = pieces[rank][0] - held[rank][0] if counts[rank] else 0
-    local = tensor._local_tensor[begin : begin + counts[rank]]
+    counts = tensor.placement.counts(tensor.shape, first * row, last * row)
+    begin = max(first * row - tensor.interval[0], 0)
+    local = tensor._local_tensor[begin : begin + counts[tensor.device_mesh.get_local_rank()]]
     view = tensor.placed(local, RaggedShard(range(len(shape)), counts), shape)
     return return_and_correct_aliasing(func, args, kwargs, view)
 

@@ -6,11 +6,13 @@ optimizers need whole, and ranks may hold different numbers of units, or none.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -78,7 +80,7 @@ class RaggedShard(Placement):
         Raises:
             ValueError: a tensor of `shape` can't be cut this way.
         """
-        total = sum(self.local_units)
+        total = self._holders[1][-1]
         numel = math.prod(shape)
         if len(self.dims) > len(shape):
             raise ValueError(f"{self} cuts {len(self.dims)} dimensions, the tensor of shape {tuple(shape)} has fewer")
@@ -102,7 +104,13 @@ class RaggedShard(Placement):
         """
         unit = self.unit_numel(shape)
         fewest = next(dims for dims in range(len(other) + 1) if unit % max(math.prod(other[dims:]), 1) == 0)
-        return RaggedShard(range(fewest), self.local_units)
+        if fewest == len(self.dims):
+            return self
+        if (
+            fewest not in self._views
+        ):  # made once: to check and hash it takes a look at each of maybe thousands of ranks
+            self._views[fewest] = RaggedShard(range(fewest), self.local_units)
+        return self._views[fewest]
 
     def intervals(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Each rank's ``(start, stop)`` in the row-major flattened tensor of `shape`, in rank order.
@@ -121,9 +129,8 @@ class RaggedShard(Placement):
             ValueError: a tensor of `shape` can't be cut this way.
         """
         unit = self.unit_numel(shape)
-        ranks = list(itertools.compress(itertools.count(), self.local_units)) if unit else []
-        stops = itertools.accumulate((self.local_units[rank] * unit for rank in ranks), initial=0)
-        return dict(zip(ranks, itertools.pairwise(stops), strict=True))
+        ranks, firsts = self._holders
+        return dict(zip(ranks, itertools.pairwise(first * unit for first in firsts), strict=True)) if unit else {}
 
     def interval(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
         """One rank's of :meth:`intervals`, without the others', which are many where ranks are.
@@ -131,14 +138,36 @@ class RaggedShard(Placement):
         Raises:
             ValueError: a tensor of `shape` can't be cut this way.
         """
-        return _interval(self, tuple(shape), rank)
+        unit = self.unit_numel(shape)
+        ranks, firsts = self._holders
+        return firsts[bisect_left(ranks, rank)] * unit, firsts[bisect_right(ranks, rank)] * unit
 
+    def counts(self, shape: Sequence[int], start: int, stop: int) -> list[int]:
+        """How many of a run of elements each rank holds: of those from `start` to `stop`, of which there are some.
 
-@lru_cache(maxsize=1 << 16)
-def _interval(placement: RaggedShard, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
-    unit = placement.unit_numel(shape)
-    start = sum(placement.local_units[:rank]) * unit
-    return start, start + placement.local_units[rank] * unit
+        Raises:
+            ValueError: a tensor of `shape` can't be cut this way.
+        """
+        unit = self.unit_numel(shape)
+        ranks, firsts = self._holders
+        counts = [0] * len(self.local_units)
+        for at in range(bisect_right(firsts, start // unit) - 1, bisect_left(firsts, -(-stop // unit))):
+            counts[ranks[at]] = min(stop, firsts[at + 1] * unit) - max(start, firsts[at] * unit)
+        return counts
+
+    @functools.cached_property
+    def _holders(self) -> tuple[array[int], array[int]]:
+        """The ranks that hold units, in order, and the first unit of each; after the last, how many units there are.
+
+        Arrays, which are small: in all of a model there may be millions.
+        """
+        ranks = itertools.compress(itertools.count(), self.local_units)
+        firsts = itertools.accumulate(filter(None, self.local_units), initial=0)
+        return array("q", ranks), array("q", firsts)
+
+    @functools.cached_property
+    def _views(self) -> dict[int, RaggedShard]:
+        return {}
 
 
 def check_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> RaggedShard:

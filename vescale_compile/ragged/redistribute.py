@@ -97,26 +97,25 @@ def _move(tensor: DTensor, target: Placement) -> DTensor:
             start, stop = target.interval(shape, rank)
             local = local.reshape(-1)[start:stop].clone()
         elif isinstance(source, Partial):
-            local = _reduce_scatter(local.reshape(-1), _sizes(target, mesh, shape), rank, source.reduce_op, group)
+            local = _reduce_scatter(local.reshape(-1), target.intervals(shape), rank, source.reduce_op, group)
         else:
             if isinstance(source, Shard) and source.dim != 0:
                 return _move(tensor.redistribute(mesh, [Shard(0)]), target)
-            source_intervals = _intervals(_sizes(source, mesh, shape))
-            target_intervals = _intervals(_sizes(target, mesh, shape))
-            local = _all_to_all(local.reshape(-1), source_intervals, target_intervals, rank, group)
+            local = _all_to_all(
+                local.reshape(-1), _intervals(source, mesh, shape), target.intervals(shape), rank, group
+            )
         if isinstance(tensor, RaggedDTensor):
             return tensor.placed(local, target, shape)
         return RaggedDTensor.from_local(local, mesh, [target], shape=shape)
 
     if isinstance(target, Replicate):
         _check_runs_now(tensor)
-        full = _all_gather(local.reshape(-1), _sizes(source, mesh, shape), rank, group).view(shape)
+        full = _all_gather(local.reshape(-1), _intervals(source, mesh, shape), rank, group).view(shape)
         return _dtensor(full, mesh, target, shape)
     if type(target) is Shard:
         if target.dim != 0:
             return _move(tensor, Shard(0)).redistribute(mesh, [target])
-        source_intervals = _intervals(_sizes(source, mesh, shape))
-        rows = _all_to_all(local, source_intervals, _intervals(_sizes(target, mesh, shape)), rank, group)
+        rows = _all_to_all(local, _intervals(source, mesh, shape), _intervals(target, mesh, shape), rank, group)
         return _dtensor(rows.view(_shard_rows(mesh, shape)[rank], *shape[1:]), mesh, target, shape)
     raise NotImplementedError(
         f"redistribute from {source} to {target}: the target must be RaggedShard, Replicate, or Shard"
@@ -142,18 +141,16 @@ def _shard_rows(mesh: DeviceMesh, shape: Sequence[int]) -> list[int]:
     return [min(max(shape[0] - rank * chunk, 0), chunk) for rank in range(mesh.size())]
 
 
-def _sizes(placement: Placement, mesh: DeviceMesh, shape: Sequence[int]) -> list[int]:
-    """How many elements of the flattened tensor each rank holds under a RaggedShard or Shard(0)."""
+def _intervals(placement: Placement, mesh: DeviceMesh, shape: Sequence[int]) -> Intervals:
+    """Each rank's interval of the flattened tensor, under a RaggedShard or Shard(0)."""
     if isinstance(placement, RaggedShard):
-        unit = placement.unit_numel(shape)
-        return [units * unit for units in placement.local_units]
+        return placement.intervals(shape)
     row = math.prod(shape[1:])
-    return [rows * row for rows in _shard_rows(mesh, shape)]
+    return tuple(itertools.pairwise(itertools.accumulate((n * row for n in _shard_rows(mesh, shape)), initial=0)))
 
 
-def _intervals(sizes: Sequence[int]) -> Intervals:
-    """Each rank's interval of the flattened tensor."""
-    return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+def _sizes(intervals: Intervals) -> list[int]:
+    return [stop - start for start, stop in intervals]
 
 
 def _little_is_padding(sizes: Sequence[int]) -> bool:
@@ -166,18 +163,18 @@ def _little_is_padding(sizes: Sequence[int]) -> bool:
     return len(sizes) * max(sizes) <= 2 * sum(sizes)
 
 
-def _all_gather(local: torch.Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_gather(local: torch.Tensor, held: Intervals, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The whole flat tensor on every rank: broadcast if one rank holds it, gathered if little is padding, or else
     added up, of zeros everywhere but in one rank's shard.
     """
-    numel, largest = sum(sizes), max(sizes)
+    sizes, numel = _sizes(held), held[-1][1]
+    largest = max(sizes)
     if numel == 0:
         return local
     if largest < numel and _little_is_padding(sizes):
         return _gather_padded(local, sizes, group)
-    start = sum(sizes[:rank])
     whole = local.new_zeros(numel)
-    whole[start : start + sizes[rank]] = local
+    whole[slice(*held[rank])] = local
     bits = whole.view(torch.uint8)  # of floats, -0.0 and NaNs would be changed by adding zero
     if largest == numel:
         dist.broadcast(bits, group=group, group_src=sizes.index(numel))
@@ -218,20 +215,20 @@ def _all_to_all(
 
 
 def _reduce_scatter(
-    full: torch.Tensor, sizes: Sequence[int], rank: int, reduce_op: str, group: dist.ProcessGroup
+    full: torch.Tensor, held: Intervals, rank: int, reduce_op: str, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """This rank's slice of the reduction of every rank's `full` (flat): slices are padded to the largest, or, where
     that is much, all of it is reduced.
     """
-    largest = max(sizes)
     if full.numel() == 0:
         return full
+    sizes = _sizes(held)
     if not _little_is_padding(sizes):
-        start = sum(sizes[:rank])
         reduced = c10d.wait_tensor(c10d.all_reduce(full.contiguous(), reduce_op, group.group_name))
-        return reduced[start : start + sizes[rank]].clone()
+        return reduced[slice(*held[rank])].clone()
+    largest = max(sizes)
     if largest * len(sizes) != full.numel():
-        full = torch.cat([F.pad(part, (0, largest - part.numel())) for part in full.split(list(sizes))])
+        full = torch.cat([F.pad(part, (0, largest - part.numel())) for part in full.split(sizes)])
     reduced = c10d.wait_tensor(c10d.reduce_scatter_tensor(full.contiguous(), reduce_op, len(sizes), group.group_name))
     # Without its padding: a slice would keep it in memory.
     return reduced if sizes[rank] == largest else reduced[: sizes[rank]].clone()
