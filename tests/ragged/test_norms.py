@@ -69,6 +69,18 @@ def test_vector_norm_options() -> None:
         torch.linalg.vector_norm(place(full), dim=1)
 
 
+@on_ranks(2)
+def test_vector_norms_over_the_dimensions_that_have_a_length() -> None:
+    for shape, dim in (((), 0), ((), -1), ((1, 5), 1), ((5, 1), (0,))):
+        full = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+        placed = place(full)
+        for keepdim in (False, True):
+            expected = torch.linalg.vector_norm(full, dim=dim, keepdim=keepdim)
+            assert torch.equal(torch.linalg.vector_norm(placed, dim=dim, keepdim=keepdim), expected)
+    with pytest.raises(IndexError):
+        torch.linalg.vector_norm(placed, dim=(0, 3))
+
+
 @on_ranks(2, 4)
 def test_foreach_norm_of_a_mixed_list_is_one_all_reduce() -> None:
     full = [*tensors(), *tensors(), tensors()[0]]

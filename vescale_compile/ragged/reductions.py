@@ -28,12 +28,13 @@ from vescale_compile.runtime.life import ranks_of
 
 
 def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``torch.linalg.vector_norm`` over all dimensions."""
-    tensor, order, dim, keepdim = with_defaults(args, 2, None, False)
-    if dim and sorted(d % tensor.ndim for d in dim) != list(range(tensor.ndim)):
+    """``torch.linalg.vector_norm`` over all dimensions, or all that are longer than 1."""
+    tensor, order, dim, _ = with_defaults(args, 2, None, False)
+    shape = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs).shape
+    if shape.numel() != 1:
         refuse(func, tensor, f"a norm over dimensions {tuple(dim)} alone")
     (norm,) = _norms(func, tensor, [tensor], order, kwargs.get("dtype"))
-    return norm.reshape((1,) * tensor.ndim) if keepdim else norm
+    return norm.reshape(shape)
 
 
 def foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -51,22 +52,17 @@ def unscale_and_find_inf(func: OpOverload, args: tuple[Any, ...], kwargs: dict[s
         found_inf.copy_(_all_reduce(found_inf, "max", mesh))
 
 
-def any_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``tensor.any()`` over the whole tensor."""
+def all_or_any(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.all()`` and ``tensor.any()`` over the whole tensor."""
     local = func(args[0]._local_tensor)
-    return _all_reduce(local.to(torch.int32), "max", args[0].device_mesh).to(local.dtype)
+    op = "min" if func is torch.ops.aten.all.default else "max"
+    return _all_reduce(local.to(torch.int32), op, args[0].device_mesh).to(local.dtype)
 
 
 def any_here(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Whether an element that this rank holds is true: what autograd's anomaly mode, which may be on for one rank
     only, asks of gradients that it looks for NaN in."""
     return func(args[0]._local_tensor)
-
-
-def all_nonzero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``tensor.all()`` over the whole tensor."""
-    local = func(args[0]._local_tensor)
-    return _all_reduce(local.to(torch.int32), "min", args[0].device_mesh).to(local.dtype)
 
 
 def total(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
