@@ -21,6 +21,7 @@ NEEDS_OTHER_ELEMENTS: dict[str, Callable[[RaggedDTensor], object]] = {
     "cat": lambda p: torch.cat([p, p]),
     "column": lambda p: p[:, 0],
     "cumsum": lambda p: p.cumsum(0),
+    "expand": lambda p: p.expand(2, 4, 3),
     "embedding": lambda p: nn.functional.embedding(torch.tensor([1]), p),
     "equal": lambda p: torch.equal(p, p),
     "foreach_max": lambda p: torch._foreach_max([p]),
@@ -115,6 +116,29 @@ def test_0_dim_shards_promote_dtypes_as_0_dim_tensors_do() -> None:
     product = scalar * torch.tensor(2.0, dtype=torch.float64)
     assert product.dtype == torch.float64 and product.full_tensor() == 4
     assert product.full_tensor().shape == ()
+
+
+@on_ranks(2)
+def test_0_dim_shards_are_filled_with_numbers_in_tensors() -> None:
+    for dtype in (torch.float32, torch.float64):
+        scalar = shard(torch.tensor(2.0), RaggedShard((), (0, 1)))
+        scalar.fill_(torch.tensor(3.0, dtype=dtype))
+        assert scalar.dtype == torch.float32 and scalar.full_tensor() == 3
+    assert scalar.zero_().fill_(shard(torch.tensor(4.0), RaggedShard((), (0, 1)))).full_tensor() == 4
+    ragged = shard(torch.ones(4, 3), LAYOUT)
+    assert torch.equal(ragged.fill_(torch.tensor(3.0)).full_tensor(), torch.full((4, 3), 3.0))
+    with pytest.raises(RuntimeError, match="only supports 0-dimension value"):
+        ragged.fill_(ragged.clone())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format, torch.preserve_format])
+def test_copies_are_of_the_same_values_whatever_the_memory_format(memory_format: torch.memory_format) -> None:
+    full = torch.arange(24.0).reshape(4, 3, 2, 1)
+    ragged = shard(full, RaggedShard((0,), (1, 3)))
+    for copied in (ragged.clone(memory_format=memory_format), ragged.to(torch.float64, memory_format=memory_format)):
+        assert copied.is_contiguous() and torch.equal(copied.full_tensor(), full.to(copied.dtype))
+    assert torch.zeros_like(ragged, memory_format=memory_format).placements == ragged.placements
 
 
 @on_ranks(2)

@@ -141,8 +141,16 @@ def _operand(func: OpOverload, like: RaggedDTensor, value: Any) -> Any:
     return value
 
 
+def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``tensor.fill_(number)``, the number in a 0-dim tensor. By copying it: the local of a 0-dim tensor has one
+    dimension, and ``fill_`` takes no value that has."""
+    return _elementwise(func if args[1].ndim else aten.copy_.default, args, kwargs)
+
+
 def _like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedDTensor:
     """A new tensor of the first argument's layout, made of its local."""
+    # A memory format is about strides, and changes no values: those of a shard are row-major in any.
+    kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     return wrap(func(args[0]._local_tensor, *args[1:], **kwargs), args[0]._spec)
 
 
@@ -151,24 +159,17 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     Optimizers flatten parameters to take dot products of them, say, and gradients are viewed back."""
     tensor: RaggedDTensor = args[0]
     local = aten.alias.default(tensor._local_tensor)
-    shape = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs).shape
+    shape = tensor.shape
+    if func not in (aten.alias.default, aten.detach.default):  # which are many, and soon done
+        shape = func(torch.empty(shape, device="meta"), *args[1:], **kwargs).shape
+    if shape.numel() != tensor.numel():
+        refuse(func, tensor, f"a view of shape {tuple(shape)}")
     if shape == tensor.shape:
         view = wrap(local, tensor._spec)
     else:
         placement = tensor.placement.viewed(tensor.shape, shape)
         view = tensor.placed(local, placement, shape)
     return return_and_correct_aliasing(func, args, kwargs, view)
-
-
-def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same elements in the same shape."""
-    tensor: RaggedDTensor = args[0]
-    if len(args) > 1:
-        size = args[1]
-        if len(size) != tensor.ndim or any(s not in (-1, d) for s, d in zip(size, tensor.shape, strict=True)):
-            refuse(func, tensor, f"a view of shape {tuple(size)}")
-    alias = wrap(aten.alias.default(tensor._local_tensor), tensor._spec)
-    return return_and_correct_aliasing(func, args, kwargs, alias)
 
 
 def _rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,10 +309,13 @@ _HANDLERS: dict[OpOverload, Handler] = {
         ),
         _new,
     ),
-    **dict.fromkeys((aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), _elementwise),
-    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.expand.default), _alias),
+    **dict.fromkeys((aten.fill_.Scalar, aten.zero_.default), _elementwise),
+    aten.fill_.Tensor: _fill,
     **dict.fromkeys(
         (
+            aten.alias.default,
+            aten.detach.default,
+            aten.expand.default,
             aten.squeeze.default,
             aten.squeeze.dim,
             aten.squeeze.dims,
