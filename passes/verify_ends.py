@@ -1,4 +1,4 @@
-"""What :mod:`verify` proves of the ends of communication: which ranks a collective is of, and what a graph gives away."""
+"""What :mod:`verify` proves of the ends of communication: the ranks of each collective, and what a graph gives away."""
 
 from __future__ import annotations
 

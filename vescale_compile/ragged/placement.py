@@ -106,9 +106,7 @@ class RaggedShard(Placement):
         fewest = next(dims for dims in range(len(other) + 1) if unit % max(math.prod(other[dims:]), 1) == 0)
         if fewest == len(self.dims):
             return self
-        if (
-            fewest not in self._views
-        ):  # made once: to check and hash it takes a look at each of maybe thousands of ranks
+        if fewest not in self._views:  # to check and hash one takes a look at each of maybe thousands of ranks
             self._views[fewest] = RaggedShard(range(fewest), self.local_units)
         return self._views[fewest]
 
