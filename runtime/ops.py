@@ -30,7 +30,7 @@ from .collectives import start_reduce_scatter as _start_reduce_scatter
 from .courses import Pairs, gather, memory_of_gather
 from .groups import group_named
 from .messages import tell_apart
-from .reductions import add_held, held_back, with_held
+from .reductions import add_held, held_back
 
 _LIBRARY = torch.library.Library("vescale", "DEF")
 
@@ -91,7 +91,8 @@ def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, reductio
     if held_back(full, shard, reductions):
         return shard
     scratch = full.new_empty(scratch_numel(shard.numel(), full.device, ranks))
-    _start_reduce_scatter(with_held(full, reductions), shard, scratch, ranks, replicas_of(replicas)).wait()
+    add_held(full, reductions)
+    _start_reduce_scatter(full, shard, scratch, ranks, replicas_of(replicas)).wait()
     return shard
 
 

@@ -28,7 +28,7 @@ from .messages import tell_apart
 from .ops import define, in_flight_on, launched, replicas_of
 from .packing import StochasticQuantizer, packing_named
 from .quantizing import average_into, dequantize_into, quantize_into
-from .reductions import add_held, held_back, reductions_of, with_held
+from .reductions import add_held, held_back, reductions_of
 from .strips import Kernels
 
 
@@ -77,8 +77,8 @@ def _reduce_scatter(full: Tensor, unit: int, group: str, replicas: str, packing:
     if held_back(full, shard, reductions):
         return shard
     sent, received = (full.new_empty(packing_named(packing).nbytes, dtype=torch.uint8) for _ in range(2))
-    total = with_held(full, reductions)
-    _start_quantized_reduction(total, shard, sent, received, group, replicas, packing, reductions, False).wait()
+    add_held(full, reductions)
+    _start_quantized_reduction(full, shard, sent, received, group, replicas, packing, reductions, False).wait()
     return shard
 
 

@@ -119,25 +119,13 @@ def held_back(full: Tensor, shard: Tensor, handle: Tensor | None) -> bool:
     return True
 
 
-def with_held(full: Tensor, handle: Tensor | None) -> Tensor:
-    """A gradient that is about to be reduced, [world_size * S], and what was held back before, in memory of the latter
-    if there is any."""
-    total = _taken(handle)
-    return full if total is None else total.add_(full)
-
-
 def add_held(full: Tensor, handle: Tensor | None) -> None:
-    """Adds what was held back to a gradient that is about to be reduced, [world_size * S]."""
-    if (total := _taken(handle)) is not None:
-        full.add_(total)
-
-
-def _taken(handle: Tensor | None) -> Tensor | None:
-    """What was held back, unless nobody wants what will be reduced."""
+    """Adds what was held back to a gradient that is about to be reduced, [world_size * S], unless nobody wants that."""
     if handle is None or (reductions := reductions_of(handle)).unreduced is None:
-        return None
+        return
     receiver = _receiver(reductions)
-    return reductions.take() if receiver is None or _comes_to(receiver) else None
+    if (receiver is None or _comes_to(receiver)) and (total := reductions.take()) is not None:
+        full.add_(total)
 
 
 def _comes_to(receiver: ReceivesGradients) -> bool:
