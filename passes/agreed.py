@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from ..schedule import Instruction, Launch, Run, Schedule, ScheduleError, TaskGraph, Wait, adapt, touches
-from .context import CompileContext, fail
+from ..schedule import Instruction, Launch, Run, Schedule, TaskGraph, Wait, adapt, touches
+from .context import CompileContext
 from .tasks import Collective
 
 Units = frozenset[int]
@@ -27,34 +28,47 @@ def agreed_units(again: Units, kept: Units, carried: Units, context: CompileCont
     return frozenset(first), frozenset(second)
 
 
+class Agreed(NamedTuple):
+    """A schedule that all ranks have agreed on.
+
+    Attributes:
+        schedule: of the graph that the first of them had.
+        tasks: how many computations that graph has.
+        touched: those that write what each of its transfers sends, or read what it brings.
+    """
+
+    schedule: Schedule
+    tasks: int
+    touched: list[list[int]]
+
+    def of(self, tasks: TaskGraph) -> Schedule:
+        """The same launches in the same order in a graph of the same transfers, which may be cut otherwise, as that of
+        an empty batch may be.
+
+        Raises:
+            ScheduleError: they can't be, because one computation reads here what two others do there.
+        """
+        if (len(tasks.compute), _touched(tasks)) == (self.tasks, self.touched):
+            return self.schedule
+        return adapt(self.schedule, self.touched, self.tasks, tasks)
+
+
 def agreed_schedule(
     schedule: Schedule, tasks: TaskGraph, collectives: Sequence[Collective], context: CompileContext
-) -> Schedule:
-    """The schedule of a graph with these collectives, which the program has in this order. Where the graph that it was
-    found for is cut otherwise, as that of an empty batch may be, launches keep their order.
-
-    Raises:
-        GraphError: they can't, because one generated kernel reads here what two others do there.
-    """
+) -> Agreed:
+    """That of graphs with these collectives, which the program has in this order."""
     lanes = [transfer.lane for transfer in tasks.transfers]
     sequence = [(each.kind, each.unit, lanes.index(lane)) for each, lane in zip(collectives, lanes, strict=True)]
     assert context.part is not None
     what = repr((context.part.value, sequence, sorted(context.kept), sorted(context.carried)))
-    instructions = [[type(each).__name__, *each] for each in schedule.instructions]
-    own = [len(tasks.compute), touches(tasks), instructions]
-    count, touched, decided = json.loads(_decided(what, json.dumps(own), context))
-    found = Schedule(tuple(_instruction(name, operand) for name, operand in decided))
-    if [count, touched] == json.loads(json.dumps(own[:2])):
-        return found
-    try:
-        return adapt(found, touched, count, tasks)
-    except ScheduleError as error:
-        fail(
-            context,
-            None,
-            f"{context.part.value}: the ranks' collectives can't be brought into one order: {error}. Give every rank "
-            "batches of one kind, or compile with options={'lowering': 'eager'}",
-        )
+    own = [[type(each).__name__, *each] for each in schedule.instructions]
+    decided = json.loads(_decided(what, json.dumps([own, len(tasks.compute), _touched(tasks)]), context))
+    instructions, count, touched = decided
+    return Agreed(Schedule(tuple(_instruction(name, operand) for name, operand in instructions)), count, touched)
+
+
+def _touched(tasks: TaskGraph) -> list[list[int]]:
+    return [list(positions) for positions in touches(tasks)]
 
 
 def _instruction(name: str, operand: int | list[int]) -> Instruction:

@@ -22,6 +22,7 @@ from ..schedule import (
     Run,
     Schedule,
     Scheduled,
+    ScheduleError,
     TaskGraph,
     check_budget,
     launched_early,
@@ -31,7 +32,7 @@ from ..schedule import (
     synchronous_schedule,
 )
 from ..schemas import is_view, readers
-from .agreed import agreed_schedule
+from .agreed import Agreed, agreed_schedule
 from .assign import lifetimes, slots_for
 from .context import CompileContext, Need, Role, buffer_of, comm_of, fail
 from .edit import order_of
@@ -60,7 +61,13 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     apart = context.standing_bytes + fullest
     tasks = task_graph(gm.graph, context, collectives, segments, apart, context.part)
     found = _schedule(tasks, memory, context, collectives, segments, others, apart)
-    schedule, timeline = agreed_schedule(found.schedule, tasks, collectives, context), found.timeline
+    agreed, timeline = agreed_schedule(found.schedule, tasks, collectives, context), found.timeline
+    try:
+        schedule = agreed.of(tasks)
+    except ScheduleError:  # of generated kernels that do at once what others do one after another
+        segments = segments_of(gm.graph, context, collectives, fuse=False)
+        tasks = task_graph(gm.graph, context, collectives, segments, apart, context.part)
+        schedule = _of_finest(agreed, tasks, context)
     if schedule != found.schedule:
         _move(gm.graph, schedule, collectives, segments)
         _place_carried(gm.graph)
@@ -68,6 +75,19 @@ def overlap(gm: fx.GraphModule, context: CompileContext) -> None:
     _put_views_behind_waits(gm.graph, collectives)
     context.predictions[context.part] = predict(tasks, timeline, *_bounds(tasks, collectives))
     context.needs[context.part] = Need(*_taken(memory), least_peak(tasks) + room_ahead(tasks))
+
+
+def _of_finest(agreed: Agreed, tasks: TaskGraph, context: CompileContext) -> Schedule:
+    try:
+        return agreed.of(tasks)
+    except ScheduleError as error:
+        assert context.part is not None
+        fail(
+            context,
+            None,
+            f"{context.part.value}: collectives can't be brought into the order that the first rank has decided: "
+            f"{error}. Give every rank batches of one kind, and of some size",
+        )
 
 
 def _bounds(tasks: TaskGraph, collectives: Sequence[Collective]) -> tuple[Bound, Bound]:

@@ -91,14 +91,17 @@ def collectives_of(graph: fx.Graph) -> list[Collective]:
     return found
 
 
-def segments_of(graph: fx.Graph, context: CompileContext, collectives: Sequence[Collective]) -> list[list[fx.Node]]:
+def segments_of(
+    graph: fx.Graph, context: CompileContext, collectives: Sequence[Collective], *, fuse: bool = True
+) -> list[list[fx.Node]]:
     """The computation, cut before the first and after the last node that touches a collective's buffer, but not within
-    what may be one generated kernel: of one that a launch divides there would be two, which read the same."""
+    what may be one generated kernel, unless it must be: of one that a launch divides there would be two, which read the
+    same."""
     firsts = {each.touched[0] for each in collectives if each.touched}
     lasts = {each.touched[-1] for each in collectives if each.touched}
     segments: list[list[fx.Node]] = []
     ended = True
-    for kernel in _kernels(graph, context, collectives):
+    for kernel in _kernels(graph, context, collectives, fuse):
         if ended or not firsts.isdisjoint(kernel):
             segments.append([])
         segments[-1] += kernel
@@ -106,7 +109,9 @@ def segments_of(graph: fx.Graph, context: CompileContext, collectives: Sequence[
     return segments
 
 
-def _kernels(graph: fx.Graph, context: CompileContext, collectives: Sequence[Collective]) -> Iterator[list[fx.Node]]:
+def _kernels(
+    graph: fx.Graph, context: CompileContext, collectives: Sequence[Collective], fuse: bool
+) -> Iterator[list[fx.Node]]:
     """The computation, with nodes that follow one another together where Inductor may make one kernel of them.
 
     Those touch collectives of two blocks at most, as what is between one block and the next does: before a model of
@@ -124,7 +129,7 @@ def _kernels(graph: fx.Graph, context: CompileContext, collectives: Sequence[Col
         if node.op != "call_function" or not _computes(node) or node in casts:
             continue
         touches = blocks.get(node, set())
-        if kernel and not (_fuse(kernel[-1], node, context) and len(touched | touches) <= _FUSED_BLOCKS):
+        if kernel and not (fuse and _fuse(kernel[-1], node, context) and len(touched | touches) <= _FUSED_BLOCKS):
             yield kernel
             kernel, touched = [], set()
         kernel.append(node)

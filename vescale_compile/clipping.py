@@ -44,7 +44,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     everyone = _everyone(params)
     if everyone is None:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, order)
-    norm = total_norm([param.grad for param in params if param.grad is not None], order, everyone, params[0].device)
+    gradients = [(param, param.grad) for param in params if param.grad is not None]
+    norm = total_norm(gradients, order, everyone, params[0].device)
     kinds = (param.dtype.to_real() for param in params)
     norm = norm.to(functools.reduce(torch.promote_types, kinds, torch.float32))
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)

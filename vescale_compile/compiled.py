@@ -73,14 +73,18 @@ class CompiledGraph:
             tell_apart(group, number)
         forward = Forward(0 if saves_elsewhere() else self._left, buffers, compiled=True)
         self._check_budget(forward, args)
+        with torch.set_grad_enabled(self._records):
+            flats = self._flat_inputs(buffers, args, forward)
+        return self._run(*flats, *(args[position] for position in self._others))
+
+    def _flat_inputs(self, buffers: Sequence[DBuffer], args: Sequence[Any], forward: Forward) -> list[Any]:
         flats: list[Any] = []
         for unit, buffer, used in zip(self._units, buffers, self._with_gradient, strict=True):
             buffer.deadline = self._deadline
             params = [args[position] for position in unit.positions]
-            with torch.set_grad_enabled(self._records):
-                flats.append(flat_input(buffer, params, used=used, forward=forward))
+            flats.append(flat_input(buffer, params, used=used, forward=forward))
             flats.extend([buffer.reductions_handle] if unit.graph.reductions is not None else [])
-        return self._run(*flats, *(args[position] for position in self._others))
+        return flats
 
     def _take_down(self) -> None:
         """Which gradients the graph computes: all ranks have agreed on it."""

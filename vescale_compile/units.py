@@ -140,7 +140,7 @@ def _parts(block: nn.Module) -> Iterator[nn.Module | nn.Parameter]:
     """The parameters and the modules directly inside; of a list, which has no forward, its elements."""
     yield from block.parameters(recurse=False)
     for child in block.children():
-        if _is_list(child):
+        if isinstance(child, nn.ModuleList):
             yield from _parts(child)
         else:
             yield child

@@ -21,9 +21,10 @@ import vescale_compile as vc
 from vescale_compile.backend import vescale
 from vescale_compile.cost import PRESETS
 from vescale_compile.passes import fitting
+from vescale_compile.passes.agreed import Agreed
 from vescale_compile.passes.context import GraphError, Part
 from vescale_compile.runtime import collectives, messages
-from vescale_compile.schedule import Compute, TaskGraph, Transfer, find_schedule, least_peak
+from vescale_compile.schedule import Compute, ScheduleError, TaskGraph, Transfer, find_schedule, least_peak
 from vescale_compile.schedule.early import IN_FLIGHT
 
 overlap = importlib.import_module("vescale_compile.passes.overlap")  # which the pass of that name hides
@@ -288,3 +289,22 @@ def test_so_it_does_where_its_graph_is_cut_otherwise(make, now):
     with mock.patch.object(fitting, "find_schedule", lambda tasks, limit: find_schedule(tasks, least_peak(tasks))):
         for shape in ((2, 8), now if dist.get_rank() else (2, 8)):
             call(torch.ones(*shape, 16)).backward()
+
+
+@pytest.mark.slow
+def test_kernels_that_do_not_allow_the_order_of_the_ranks_are_divided(monkeypatch):
+    tasks, agreed_order = [], Agreed.of
+
+    def of(self, graph):
+        tasks.append(len(graph.compute))
+        if len(tasks) % 2:
+            raise ScheduleError("ready for a launch at position 1, and due at position 0")
+        return agreed_order(self, graph)
+
+    monkeypatch.setattr(Agreed, "of", of)
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = vc.fully_shard(models.build(CountingLayers))
+        call = torch.compile(model, backend=functools.partial(vescale, generate_code=False))
+        call(torch.ones(2, 8, 16)).backward()
+    assert tasks[0] < tasks[1] and tasks[2] < tasks[3]

@@ -42,8 +42,8 @@ class AdamW8bit(Optimizer):
 
     The second moment is protected against underflow. Its least code is 0, and stands for anything up to 1.6e-7 of
     the block's largest second moment (a gradient 2,500 times smaller than the block's largest), and up to 1.6e-19 where
-    that largest is below 1e-12, the least scale. Where 0 is stored, in a block that is not all zeros or with a first
-    moment that is not 0, the denominator counts that border in and is at least the first moment, so the element moves
+    that largest is below 1e-12, the least scale. Where 0 is stored, in a block above that or with a first moment that
+    is not 0, the denominator counts that border in and is at least the first moment, so the element moves
     by at most the learning rate, decay apart. What is stored does not change by this.
 
     An element of a gradient counts as at most 1.8e19, of either sign: the largest whose square is a float32.

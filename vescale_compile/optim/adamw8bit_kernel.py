@@ -88,7 +88,7 @@ def step_blocks(tensors: Sequence[Tensor], by: Coefficients, books: Codebooks) -
     """One AdamW step (arXiv 1711.05101) in place, with moments quantized by blocks (arXiv 2110.02861).
 
     The moments that are stored are those that were computed, rounded to the nearest code. A second moment that is
-    stored as 0 in a block that is not all zeros, or with a first moment that is not 0, may have been anything below the
+    stored as 0 in a block above the least scale, or with a first moment that is not 0, may have been anything below the
     least code's border, and dividing by its root would move the parameter by far too much. So the denominator alone,
     not what is stored, takes that border for it, and is at least the corrected first moment: such an element moves by
     at most the learning rate.

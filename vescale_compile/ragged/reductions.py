@@ -135,21 +135,22 @@ def _norms(
 
 
 def total_norm(
-    tensors: Sequence[torch.Tensor], order: float, everyone: DeviceMesh, device: torch.device
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]], order: float, everyone: DeviceMesh, device: torch.device
 ) -> torch.Tensor:
-    """The norm, of an order larger than 0, of all that any rank of a mesh has: 0-dim, in double precision.
+    """The norm, of an order larger than 0, of all gradients that any rank of a mesh has: 0-dim, in double precision.
 
     Args:
-        tensors: sharded over some of those ranks; or plain, equal on all of them.
+        gradients: parameters, which know their replicas, and theirs, sharded over some of those ranks; or plain ones,
+            equal on all of them.
         everyone: whose ranks all call it, each with those that it has: none, say.
-        device: of the tensors.
+        device: of the gradients.
     """
     locals_by_copies: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for param, grad in gradients:
         copies = everyone.size()
-        if isinstance(tensor, RaggedDTensor):
-            copies = whole_mesh(tensor).size() // tensor.device_mesh.size()
-        locals_by_copies.setdefault((copies, tensor.dtype), []).append(local_of(tensor))
+        if isinstance(param, RaggedDTensor):
+            copies = whole_mesh(param).size() // param.device_mesh.size()
+        locals_by_copies.setdefault((copies, grad.dtype), []).append(local_of(grad))
     here = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, _), held in locals_by_copies.items():
         norms = torch.stack([norm.to(torch.float64) for norm in _local_norms(coalesced(held), order, None)])

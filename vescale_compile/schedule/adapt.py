@@ -29,9 +29,9 @@ def adapt(schedule: Schedule, made_for: Touches, tasks: int, graph: TaskGraph) -
             more tasks between.
 
     Raises:
-        ScheduleError: a task of ``graph`` reads what may be launched only when it is over.
+        ScheduleError: a task of ``graph`` reads what comes after a launch that must wait for that task.
     """
-    own = touches(graph)
+    own, latest = touches(graph), _latest(schedule, graph)
     placed: list[tuple[int, Instruction]] = [(position, Run(position)) for position in range(len(graph.compute))]
     launched: dict[tuple[int, ...], int] = {}
     before = last = 0
@@ -39,16 +39,33 @@ def adapt(schedule: Schedule, made_for: Touches, tasks: int, graph: TaskGraph) -
         if isinstance(instruction, Run):
             before = _place(instruction.position + 1, made_for, tasks, own, len(graph.compute))
             continue
-        deadlines = [graph.transfers[index].deadline for index in instruction.transfers]
-        place = min(before, *(each for each in deadlines if each is not None), len(graph.compute))
+        transfers = instruction.transfers
         if isinstance(instruction, Launch):
-            place = last = launched[instruction.transfers] = max(
-                place, last, graph.together(instruction.transfers).ready
-            )
-            _check_in_time(place, instruction, graph)
-        placed.append((max(place, launched[instruction.transfers]), instruction))
+            due = latest[transfers]
+            last = launched[transfers] = max(min(before, due), last, graph.together(transfers).ready)
+            if last > due:
+                names = ", ".join(graph.transfers[index].name for index in transfers)
+                raise ScheduleError(f"{names}: ready for a launch at position {last}, and due at position {due}")
+            placed.append((last, instruction))
+        else:
+            placed.append((max(min(before, _due(transfers, graph)), launched[transfers]), instruction))
     placed.sort(key=lambda each: (each[0], isinstance(each[1], Run)))
     return replace(schedule, instructions=tuple(instruction for _, instruction in placed))
+
+
+def _latest(schedule: Schedule, graph: TaskGraph) -> dict[tuple[int, ...], int]:
+    """The position before which each launch must come: no later than those after it."""
+    latest: dict[tuple[int, ...], int] = {}
+    due = len(graph.compute)
+    for transfers in (each.transfers for each in reversed(schedule.instructions) if isinstance(each, Launch)):
+        due = latest[transfers] = min(due, _due(transfers, graph))
+    return latest
+
+
+def _due(transfers: tuple[int, ...], graph: TaskGraph) -> int:
+    """The first position that reads what one of them brings."""
+    deadlines = (graph.transfers[index].deadline for index in transfers)
+    return min((each for each in deadlines if each is not None), default=len(graph.compute))
 
 
 def _place(position: int, made_for: Touches, tasks: int, own: Touches, own_tasks: int) -> int:
@@ -58,11 +75,3 @@ def _place(position: int, made_for: Touches, tasks: int, own: Touches, own_tasks
     over = [max(here) + 1 for there, here in zip(made_for, own, strict=True) if max(there) < position]
     next_ = [min(here) for there, here in zip(made_for, own, strict=True) if min(there) == position]
     return max([*over, min(next_, default=0)], default=0)
-
-
-def _check_in_time(place: int, launch: Launch, graph: TaskGraph) -> None:
-    for transfer in (graph.transfers[index] for index in launch.transfers):
-        if transfer.deadline is not None and transfer.deadline < place:
-            raise ScheduleError(
-                f"{transfer.name} is launched before position {place}, and read at position {transfer.deadline}"
-            )

@@ -104,7 +104,9 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
 
 def turns_grad_on(gm: fx.GraphModule) -> bool:
     """Whether a graph, of a frame that is called under ``torch.no_grad``, has a part in ``torch.enable_grad``."""
-    return any(node.args[0] for node in gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled))
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    target = torch._C._set_grad_enabled
+    return any(node.args[0] for graph in graphs for node in graph.find_nodes(op="call_function", target=target))
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
