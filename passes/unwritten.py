@@ -8,7 +8,7 @@ defines no more of one than what it computes. Their schemas say what they write 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from ..schemas import aliased
+from ..schemas import aliasing_arguments
+from ..torch_internals.tracing import overload_called
 from .context import CompileContext, fail
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -54,25 +55,26 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _written_without_trace(node: fx.Node) -> Iterator[fx.Node]:
-    """Arguments that the operators write to of which versions do not tell."""
-    for overload in _overloads(node.target):
-        for position, name, written in aliased(overload):
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-            if written and (isinstance(value, list | tuple) or overload.namespace != "aten"):
-                yield from (each for each in _listed(value) if isinstance(each, fx.Node))
+    """Arguments that an operator writes to of which versions may not tell: that is of a library, or private, as those
+    that take lists are."""
+    operator = node.target if isinstance(node.target, OpOverload) else _overload(node)
+    if operator is not None and not _is_public(operator.name()):
+        yield from (arg for arg, written in aliasing_arguments(node, operator) if written)
 
 
-def _listed(value: object) -> Collection[object]:
-    return value if isinstance(value, list | tuple) else [value]
+def _overload(node: fx.Node) -> OpOverload | None:
+    """Of the operator that a node names, or that the function of PyTorch's which it calls is made of."""
+    packet: object = node.target
+    if not isinstance(packet, str | OpOverloadPacket):
+        packet = getattr(torch.ops.aten, getattr(packet, "__name__", ""), None)
+    if not isinstance(packet, OpOverloadPacket) or _is_public(packet._qualified_op_name):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("example_value"))
+    return overload_called(packet, args, kwargs)
 
 
-def _overloads(target: object) -> list[OpOverload]:
-    """Of the operator that a node calls, or that the function of PyTorch's which it calls is made of."""
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if isinstance(target, OpOverload):
-        return [target]
-    packet = target if isinstance(target, OpOverloadPacket) else getattr(torch.ops.aten, name, None)
-    return [getattr(packet, each) for each in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
+def _is_public(operator: str) -> bool:
+    return operator.startswith("aten::") and not operator.startswith("aten::_")
 
 
 def _writer(graph: fx.Graph, memory: int | None) -> fx.Node | None:

@@ -15,14 +15,12 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     """Arguments that the node's operator writes to."""
     if not isinstance(node.target, OpOverload) or not _writes(node.target):
         return []
-    return [arg for arg, written in aliasing_arguments(node) if written]
+    return [arg for arg, written in aliasing_arguments(node, node.target) if written]
 
 
-def aliasing_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
-    """Arguments that the operator's schema marks as aliased, and whether it writes to them."""
-    if not isinstance(node.target, OpOverload):
-        return
-    for position, name, written in aliased(node.target):
+def aliasing_arguments(node: fx.Node, operator: OpOverload) -> Iterator[tuple[fx.Node, bool]]:
+    """Of a node that calls an operator: arguments that its schema marks as aliased, and whether it writes to them."""
+    for position, name, written in aliased(operator):
         value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, fx.Node):
@@ -55,7 +53,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return None
     if node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
-    return next((arg for arg, _ in aliasing_arguments(node)), None)
+    return next((arg for arg, _ in aliasing_arguments(node, node.target)), None)
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -20,6 +20,9 @@ LIBRARY = torch.library.Library("vescale_test_writes", "DEF")
 LIBRARY.define("double(Tensor(a!) x) -> ()")
 LIBRARY.impl("double", lambda x: x.mul_(2), "CPU")
 LIBRARY.impl("double", lambda x: None, "Meta")
+LIBRARY.define("scaled(Tensor x, Tensor by) -> Tensor")
+LIBRARY.define("scaled.in_place(Tensor x, Tensor(a!) by, int times) -> Tensor")
+LIBRARY.impl("scaled", torch.mul, "CompositeExplicitAutograd")
 
 
 class Doubles(torch.autograd.Function):
@@ -96,6 +99,24 @@ def test_writing_to_a_parameter_in_a_compiled_forward_is_refused(how):
         call(torch.ones(4, 4))
     assert f"rank {dist.get_rank()}" in str(caught.value)
     assert re.search(r"it is written by line \d+ of \S+test_writes\.py", str(caught.value))
+
+
+class Scales(nn.Module):
+    """By an operator of a library, which may also write to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        return torch.ops.vescale_test_writes.scaled(x, self.w.detach()).sum() + self.w.sum()
+
+
+@on_ranks(2)
+def test_an_operator_of_which_another_overload_writes_is_let_in():
+    torch._dynamo.reset()
+    _, call = models.sharded(Scales)
+    assert call(torch.ones(4, 4)).item() == 32.0
 
 
 @pytest.mark.parametrize("how", [way for way in WAYS if way not in ("data", "max_norm")])

@@ -6,7 +6,7 @@ Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as _is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -107,6 +108,14 @@ def turns_grad_on(gm: fx.GraphModule) -> bool:
     graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
     target = torch._C._set_grad_enabled
     return any(node.args[0] for graph in graphs for node in graph.find_nodes(op="call_function", target=target))
+
+
+def overload_called(operator: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload | None:
+    """The one that a call with these arguments is of, as TorchScript resolves it; None if none takes them."""
+    try:
+        return getattr(operator, torch._C._jit_resolve_packet(operator._qualified_op_name, *args, **kwargs))
+    except RuntimeError:
+        return None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
