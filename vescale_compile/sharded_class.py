@@ -101,11 +101,17 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
     shared = [getattr(ShardedModule, name) for name in called]
     for method in (*shared, *(_like_forward(name, getattr(original, name)) for name in methods)):
         body[method.__name__] = _with_code_of_its_own(method, original)
-    for name in ("forward", *methods):
+    body["__new__"], body["__init__"] = _unsharded(original)
+    for name in ("__new__", "__init__", "forward", *methods):
+        like = getattr(original, name if name != "__new__" else "__init__")
         with contextlib.suppress(TypeError, ValueError):  # of what is written in C, say
-            body[name].__signature__ = inspect.signature(getattr(original, name))  # libraries pass what it names
+            body[name].__signature__ = inspect.signature(like)  # libraries pass what it names
     if issubclass(original, nn.RNNBase):
         body["flatten_parameters"] = _leave_in_place
+    if issubclass(original, nn.ParameterList):
+        body["__getitem__"] = _item_or_list(original.__getitem__)
+    if issubclass(original, nn.ParameterDict):
+        body["copy"] = _copy_or_dict(original.copy)
     if (said := _said_dtype(original)) is not None:
         body["dtype"] = said.getter(_dtype_as_read(said))
     return type(original.__name__, (ShardedModule, original), body)
@@ -124,6 +130,45 @@ def _with_code_of_its_own(method: Callable[..., Any], original: type[nn.Module])
     function = cast(FunctionType, method)
     code = function.__code__.replace(co_qualname=f"{original.__qualname__}.{function.__name__}")
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _unsharded(original: type[nn.Module]) -> tuple[Callable[..., nn.Module], Callable[..., None]]:
+    """``__new__`` and ``__init__``: to call the class, as a slice of ``nn.Sequential`` does, makes a module of the
+    original one. What ``__new__`` alone has made is of the class that it was called on: copies begin so."""
+
+    def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        if torch.compiler.is_compiling():  # Dynamo knows no object that changes its class
+            return original(*args, **kwargs)
+        found = cast(Callable[..., nn.Module], original.__new__)
+        return object.__new__(cls) if found is object.__new__ else found(cls, *args, **kwargs)
+
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if "_vescale_access" not in vars(module):  # of one that has it, parameters say that nothing replaces them
+            module.__class__ = original
+        original.__init__(module, *args, **kwargs)
+
+    return new, init
+
+
+def _item_or_list(item: Callable[..., Any]) -> Callable[..., Any]:
+    """A slice of an ``nn.ParameterList`` is a list in a forward: another one would make new parameters of what was
+    gathered, and keep their gradients."""
+
+    def run(params: nn.ParameterList, index: Any) -> Any:
+        if isinstance(index, slice) and reads_are_gathered():
+            return [params[each] for each in range(len(params))[index]]
+        return item(params, index)
+
+    return run
+
+
+def _copy_or_dict(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """So it is with a copy of an ``nn.ParameterDict``, of which its ``|`` makes one."""
+
+    def run(params: nn.ParameterDict) -> Any:
+        return dict(params.items()) if reads_are_gathered() else copy(params)
+
+    return run
 
 
 def _leave_in_place(rnn: nn.RNNBase) -> None:
