@@ -327,8 +327,11 @@ def _line(node: fx.Node, comm: Comm, context: CompileContext) -> str:
 
 
 def _gradients(unit: int, context: CompileContext) -> str:
-    """Which gradients of a unit there are, and whether they accumulate: ranks where it is otherwise must know of it."""
+    """Which gradients of a unit there are, whether they accumulate, and what is frozen: ranks where it is otherwise
+    must know of it."""
     absent = context.without_gradient(unit)
     missing = f", without gradients of parameters at {absent}" if absent else ""
+    frozen = sorted(view.offset for view in context.units[unit].views if not view.trainable)
+    missing += f", of which those at {frozen} are frozen" if frozen else ""
     accumulating = ", accumulating" if context.units[unit].accumulates else ""
     return f", laid out as {context.units[unit].places}{missing}{accumulating}"

@@ -22,7 +22,7 @@ from .backwards import running_backward
 from .dbuffer import DBuffer, Peers
 from .model import Forward
 from .unshard import reduce_scatter
-from .used import used_on_any_rank
+from .used import alike_on_all_ranks, used_on_any_rank
 
 
 class Binding(NamedTuple):
@@ -89,7 +89,11 @@ def flat_input(
     trainable = tuple(p for p in params if p.requires_grad)
     if not (torch.is_grad_enabled() and trainable):
         return buffer.shard
-    return _FlatInput.apply(buffer, buffer.sync.enabled, used, forward, *trainable)
+    trained = frozenset(index for index, param in enumerate(buffer.params) if param.requires_grad)
+    alike = forward.compiled and alike_on_all_ranks(buffer.layout, trained)
+    if buffer.sync.accumulates:
+        buffer.reductions.read(trained)
+    return _FlatInput.apply(buffer, buffer.sync.enabled, used, forward, trained, alike, *trainable)
 
 
 class _FlatInput(torch.autograd.Function):
@@ -100,10 +104,12 @@ class _FlatInput(torch.autograd.Function):
         reduces: bool,
         used: Collection[int],
         forward: Forward,
+        trained: frozenset[int],
+        alike: bool,
         *params: ShardedParameter,
     ) -> Tensor:
         ctx.buffer, ctx.reduces = buffer, reduces
-        ctx.used, ctx.forward = used, forward
+        ctx.used, ctx.forward, ctx.trained, ctx.alike = used, forward, trained, alike
         ctx.params = params
         ctx.set_materialize_grads(False)
         return buffer.shard.view_as(buffer.shard)
@@ -120,21 +126,23 @@ class _FlatInput(torch.autograd.Function):
             peers = buffer.sync.peers
             backward.at_end(peers, functools.partial(_reduce_left, peers))
         if grad is not None and not ctx.reduces:
-            buffer.reductions.held(set(ctx.used), compiled=ctx.forward.compiled)
+            buffer.reductions.held(set(ctx.used), alike=ctx.alike)
         if grad is None or not ctx.reduces:
-            return (None,) * (4 + len(params))
-        owed = _owed(buffer, set(ctx.used), compiled=ctx.forward.compiled)
+            return (None,) * (6 + len(params))
+        owed = _owed(buffer, set(ctx.used), trained=ctx.trained, alike=ctx.alike)
         _set_aside(buffer, grad, owed - {p._vescale_binding.slot for p in params})
         earlier = backward.aside.get(buffer, {})
         local = (_all_there_is(p, grad, earlier) if p._vescale_binding.slot in owed else None for p in params)
-        return None, None, None, None, *local
+        return None, None, None, None, None, None, *local
 
 
-def _owed(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[int]:
+def _owed(buffer: DBuffer, used: set[int], *, trained: frozenset[int], alike: bool) -> set[int]:
     """Indices of the parameters that a reduction has gradients of: those ``used`` here, or on another rank, or before,
-    where gradients accumulate."""
-    earlier, earlier_compiled = buffer.reductions.sent()
-    return used_on_any_rank(buffer, used | earlier, compiled=compiled and earlier_compiled)
+    where gradients accumulate, also of what is frozen by now."""
+    earlier, earlier_alike = buffer.reductions.sent()
+    if buffer.sync.accumulates:
+        trained = frozenset(range(len(buffer.params)))
+    return used_on_any_rank(buffer, used | earlier, trained=trained, alike=alike and earlier_alike)
 
 
 def _reduce_left(peers: Peers) -> None:
@@ -143,7 +151,7 @@ def _reduce_left(peers: Peers) -> None:
     for buffer in peers.buffers():
         if buffer.sync.enabled and (total := buffer.reductions.take()) is not None:
             reduced = reduce_scatter(total, buffer.reductions_handle, buffer.comm(buffer.number)).to(buffer.shard.dtype)
-            _set_aside(buffer, reduced, _owed(buffer, set(), compiled=True))
+            _set_aside(buffer, reduced, _owed(buffer, set(), trained=frozenset(), alike=True))
 
 
 def _local_grad(param: ShardedParameter, flat_grad: Tensor) -> Tensor:

@@ -19,12 +19,13 @@ class Life:
 
     Attributes:
         graphs: meshes, by name, and the collectives of graphs that they have agreed on.
-        gradients: by a unit's layout, the sets of parameters that agreed graphs compute gradients for.
+        gradients: by a unit's layout, of agreed graphs, the parameters that they read and that were frozen, and those
+            that they compute gradients for.
         answers: by question, what a rank has decided alone.
     """
 
     graphs: set[tuple[str, ...]] = field(default_factory=set)
-    gradients: dict[str, set[frozenset[int]]] = field(default_factory=dict)
+    gradients: dict[str, set[tuple[frozenset[int], frozenset[int]]]] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)
     _prefixes: dict[str, str] = field(default_factory=dict)
     _exchanges: Counter[str] = field(default_factory=Counter)

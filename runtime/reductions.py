@@ -39,7 +39,9 @@ class Reductions:
         self.unreduced: Tensor | None = None
         self._held: set[int] = set()
         self._sent: set[int] = set()
-        self._compiled = True
+        self._alike = True
+        self._trained: frozenset[int] | None = None
+        self._froze = False
         number = next(_numbers)
         self.handle = torch.tensor([number], device="cpu")
         _living[number] = self
@@ -55,10 +57,16 @@ class Reductions:
         else:
             self.unreduced.add_(full)
 
-    def held(self, params: set[int], *, compiled: bool) -> None:
-        """Takes down the indices of parameters whose gradients were held back, and whether a graph computed them."""
+    def read(self, trained: frozenset[int]) -> None:
+        """Takes down which parameters are not frozen where a forward reads them, as all ranks' do."""
+        self._froze = self._froze or self._trained not in (None, trained)
+        self._trained = trained
+
+    def held(self, params: set[int], *, alike: bool) -> None:
+        """Takes down the indices of parameters whose gradients were held back, and whether they are the same on all
+        ranks that held any back."""
         self._held |= params
-        self._compiled = self._compiled and compiled
+        self._alike = self._alike and alike
 
     def holds_back(self, param: int) -> bool:
         """Whether gradients of the parameter of that index are held back."""
@@ -72,9 +80,10 @@ class Reductions:
         return taken
 
     def sent(self) -> tuple[set[int], bool]:
-        """The parameters of what was taken since the last call, and whether graphs computed all of it."""
-        found = self._sent, self._compiled or not self._sent
-        self._sent, self._compiled = set(), self._compiled or not self._held
+        """The parameters of what was taken since the last call, and whether they are the same on all ranks: not if
+        parameters were frozen meanwhile, or no more, and a rank held nothing back before."""
+        found = self._sent, (self._alike or not self._sent) and not self._froze
+        self._sent, self._alike, self._froze = set(), self._alike or not self._held, False
         return found
 
     def forget(self) -> None:

@@ -6,6 +6,8 @@ all. A rank that did not use it has sent zeros.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 import torch
 import torch.distributed as dist
 
@@ -14,24 +16,32 @@ from .life import life
 from .messages import CAME_TO_SOMETHING_ELSE
 
 
-def add_graph(layout: str, used: set[int]) -> None:
-    """Takes down for which parameters of a unit a graph, on which all ranks have agreed, computes gradients."""
-    life().gradients.setdefault(layout, set()).add(frozenset(used))
+def add_graph(layout: str, frozen: AbstractSet[int], used: AbstractSet[int]) -> None:
+    """Takes down for which parameters of a unit a graph, on which all ranks have agreed, computes gradients, and which
+    it reads that were frozen."""
+    life().gradients.setdefault(layout, set()).add((frozenset(frozen), frozenset(used)))
 
 
-def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[int]:
+def alike_on_all_ranks(layout: str, trained: AbstractSet[int]) -> bool:
+    """Whether all graphs that may run for a unit of which ``trained`` are not frozen compute the same gradients,
+    whichever of them each rank runs: Dynamo runs none that was compiled where other parameters were frozen."""
+    agreed = life().gradients.get(layout, ())
+    return len({used for frozen, used in agreed if used <= trained and frozen.isdisjoint(trained)}) <= 1
+
+
+def used_on_any_rank(buffer: DBuffer, used: set[int], *, trained: AbstractSet[int], alike: bool) -> set[int]:
     """Indices of the parameters that have a gradient on any rank, where those ``used`` have one on this rank.
 
     A small collective, whose result a rank reads at once that lacks a gradient. None for a unit's only parameter, which
-    has a gradient wherever the unit has one; and none where all graphs for units laid out like this one compute the
-    same gradients.
+    has a gradient wherever the unit has one; and none where graphs compute the same gradients on all ranks.
 
     Args:
         buffer: the unit's.
         used: indices in ``buffer.params``.
-        compiled: whether graphs have computed all of these gradients.
+        trained: indices of those that may have one.
+        alike: whether graphs have computed all of these gradients, and the same on all ranks.
     """
-    if len(buffer.params) == 1 or (compiled and len(life().gradients.get(buffer.layout, ())) <= 1):
+    if len(buffer.params) == 1 or alike:
         return used
     device = buffer.shard.device
     own = [index in used for index in range(len(buffer.params))]
@@ -45,6 +55,6 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, compiled: bool) -> set[
                 f"[rank {buffer.rank}] unit {buffer.name}: waited in vain for the other ranks to say which of its "
                 f"parameters they used; one of them {CAME_TO_SOMETHING_ELSE}: {error}"
             ) from error
-    if all(own):  # who needs no answer does not wait for it
+    if trained <= used:  # who needs no answer does not wait for it
         return used
     return {index for index, anywhere in enumerate(mask.tolist()) if anywhere}

@@ -87,10 +87,13 @@ class CompiledGraph:
         return flats
 
     def _take_down(self) -> None:
-        """Which gradients the graph computes: all ranks have agreed on it."""
+        """Which gradients the graph computes, and what was frozen: all ranks have agreed on it."""
         self._life = life()
         for ordinal in self._gradients:
-            add_graph(self._units[ordinal].layout, self._with_gradient[ordinal])
+            unit = self._units[ordinal]
+            views = zip(unit.indices, unit.graph.views, strict=True)
+            frozen = {index for index, view in views if not view.trainable}
+            add_graph(unit.layout, frozen, self._with_gradient[ordinal])
 
     def _check_budget(self, forward: Forward, args: Sequence[Any]) -> None:
         """Warns, once, if other forwards keep more than the memory budget leaves: known only now that they have run."""

@@ -129,16 +129,26 @@ def test_what_micro_batches_sum_to_is_added_to_what_is_reduced_in_one_kernel_for
 @on_ranks(2)
 def test_a_sum_of_micro_batches_is_of_the_parameters_that_any_of_them_used():
     reductions = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0].reductions
-    for used, compiled in (({0}, True), ({1}, False)):
+    for used, alike in (({0}, True), ({1}, False)):
         reductions.hold(torch.ones(16))
-        reductions.held(used, compiled=compiled)
+        reductions.held(used, alike=alike)
     assert reductions.sent() == (set(), True)  # nothing yet
     reductions.take()
-    reductions.held({2}, compiled=True)  # of the next sum
+    reductions.held({2}, alike=True)  # of the next sum
     assert reductions.sent() == ({0, 1}, False)
     reductions.take()
     assert reductions.sent() == ({2}, False)  # which may be asked for without need
     assert reductions.sent() == (set(), True)
+
+
+@on_ranks(2)
+def test_a_sum_during_which_parameters_were_frozen_may_differ_from_other_ranks():
+    reductions = buffers_in(vc.fully_shard(nn.Linear(5, 3)))[0].reductions
+    alike = []
+    for trained in ({0, 1}, {0, 1}, {0}, {0}, {0, 1}):
+        reductions.read(frozenset(trained))
+        alike.append(reductions.sent()[1])
+    assert alike == [True, True, False, True, False]
 
 
 @on_ranks(2)

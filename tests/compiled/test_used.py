@@ -1,5 +1,6 @@
 """Ranks that use different parameters of one unit in a step: gradients are right, and on all ranks or none."""
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import models
@@ -222,6 +223,10 @@ def test_ranks_that_run_one_graph_ask_each_other_nothing():
         call(x, 0, 1).backward()
 
     step()
+    assert questions_of(step) == 0
+
+
+def questions_of(step: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         step()
-    assert not any("all_reduce" in event.name for event in trace.events())
+    return sum("gloo:all_reduce" in event.name for event in trace.events())
