@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from ..schemas import is_view, written_by
+from ..schemas import is_view, readers, written_by
 from ..torch_internals.inductor_graphs import generates_code_for
 from .aliases import allocations_of
 from .context import Comm, Role, buffer_of, comm_of
@@ -147,9 +147,7 @@ def _writes_after_collectives(graph: fx.Graph, slots: Slots, sharing: Sharing) -
 
 def _lasts(node: fx.Node, place: int, places: dict[fx.Node, int]) -> bool:
     """Whether what a node computes is in memory, or used, behind a place."""
-    if written_by(node):
-        return True
-    return any(_lasts(user, place, places) if is_view(user) else places[user] > place for user in node.users)
+    return bool(written_by(node)) or any(places[reader] > place for reader in readers(node))
 
 
 def _is_library_call(node: fx.Node) -> bool:
