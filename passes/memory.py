@@ -3,8 +3,8 @@
 A tensor lives from the node that makes it to the last one that reads it or a view of it, or to the last that stores
 what one kernel computes from it. Slots, shards and the optimizer's states live outside the graph and are not counted
 here. With Inductor a value that only generated code reads is taken to live in registers, as part of a fused kernel, or
-to be computed anew from what is in memory anyway; what an operator of a library reads, or makes, what leaves the graph,
-and what has to outlast such an operator, is memory.
+to be computed anew from what is in memory anyway; what an operator of a library reads, or makes, what scatters and
+sorts make, what leaves the graph, and what has to outlast an operator of a library, is memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from operator import or_
 
 from torch import fx
 
-from ..schemas import is_of_python, is_pointwise, is_view
-from ..torch_internals.inductor_graphs import generates_code_for
+from ..schemas import is_of_python, is_pointwise, is_view, readers
+from ..torch_internals.inductor_graphs import generates_code_for, may_stay_in_registers
 from .aliases import bases_of
 from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of, is_allocation
 from .edit import nbytes_of, numel_of, order_of
@@ -207,16 +207,8 @@ def _is_memory(node: fx.Node, context: CompileContext) -> bool:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    if not generates_code_for(node.target):
-        return False
-    readers = list(node.users)
-    while readers:
-        reader = readers.pop()
-        if is_view(reader):
-            readers.extend(reader.users)
-        elif not generates_code_for(reader.target):
-            return False  # the output of the graph, or an operator of a library
-    return True
+    """Unless the output of the graph, or an operator of a library, reads it."""
+    return may_stay_in_registers(node.target) and all(generates_code_for(reader.target) for reader in readers(node))
 
 
 def _name(node: fx.Node, context: CompileContext) -> str:

@@ -22,7 +22,7 @@ MOVES: dict[OpOverload, Kind] = {
 } | dict.fromkeys(CASTS, Kind.CAST)
 
 # Others of which gradients come out: by name, in whatever overload.
-_OF_GRADIENTS = frozenset({"slice_scatter", "select_scatter", "index", "index_select", "gather", "flip"})
+_OF_GRADIENTS = frozenset({"slice_scatter", "select_scatter", "index", "index_select", "gather", "flip", "rev"})
 
 
 def uncast(node: fx.Node) -> fx.Node:

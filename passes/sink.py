@@ -10,12 +10,13 @@ computes it, and that is told to write into the gradient's place:
 - with eager lowering, any operator that has an ``out=`` form, by that,
 - each part of a concatenation, of a parameter that the program splits, by whatever computes it.
 
-What remains is copied, once, and recorded: gradients that something else reads too, that are inputs of the graph,
-or that operators compute which can't be told where to write (convolutions, attention); products whose place is not
+What remains is copied, once, and recorded: gradients that something else reads too, that are inputs of the graph, or
+that operators compute which can't be told where to write (convolutions, attention); products whose place is not
 aligned, where libraries are slower and round otherwise; what is only moved (of a parameter that the program slices);
-and other reductions (a mean, a maximum, a sum in fp32 that is reduced in bf16), which Inductor's kernels store before
-they place them. A gradient of another dtype than the reduction's is cast on the way; sums and an embedding's rows in
-bf16, which Inductor adds up in fp32, stay in fp32 if that is what is reduced, and so do products on NVIDIA's GPUs.
+and what Inductor stores before it places it: other reductions (a mean, a maximum, a sum in fp32 that is reduced in
+bf16), sorts, and what writes to parts of a copy (of a parameter whose diagonal the program takes). A gradient of
+another dtype than the reduction's is cast on the way; sums and an embedding's rows in bf16, which Inductor adds up in
+fp32, stay in fp32 if that is what is reduced, and so do products on NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch._ops import OpOverload
 from ..runtime import ops
 from ..schemas import is_view
 from ..torch_internals.inductor import emulates_precision_casts
-from ..torch_internals.inductor_graphs import generates_code_for, out_variant
+from ..torch_internals.inductor_graphs import generates_code_for, is_inlined, out_variant
 from .context import Buffer, CompileContext, Copied, Lowering, Use
 from .edit import allocate, call, order_of, value_of
 from .moves import CASTS, moves
@@ -44,10 +45,7 @@ _SUM = _aten.sum.dim_IntList
 _MATMULS = (_aten.mm.default, _aten.bmm.default)
 _SCATTERS = (_aten.index_put.default, _aten._unsafe_index_put.default)
 _MASKED_SCATTER = _aten._unsafe_masked_index_put_accumulate.default
-_SUMS_OF_ROWS = {"index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter_add"}
-_REDUCTIONS = frozenset({"sum", "mean", "prod", "amax", "amin", "var_mean", "any"} | _SUMS_OF_ROWS)
 _SHARED = "read elsewhere too"
-_STORED_FIRST = "a generated reduction, which is stored before it is placed"
 _ZEROS = (_aten.full.default, _aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default)
 
 
@@ -249,7 +247,7 @@ class _Sinking:
         elif is_store(value, self.context):
             return self.order[value]
         elif _is_generated(source := _behind_any_views(value), self.context):
-            why = f"moved by {source.target}" if moves(source) else _STORED_FIRST
+            why = f"moved by {source.target}" if moves(source) else f"{source.target} is stored before it is placed"
         copy.meta["vescale"] = Copied(place.unit, why)
         return self.order[value]
 
@@ -271,10 +269,7 @@ class _Sinking:
 def is_store(value: fx.Node, context: CompileContext) -> bool:
     """Whether a copy of a value that nothing else reads is none: the store of the generated kernel that computes it."""
     source = _behind_any_views(value)
-    if not _is_generated(source, context) or moves(source):
-        return False
-    assert isinstance(source.target, OpOverload)
-    return source.target.overloadpacket.__name__ not in _REDUCTIONS
+    return context.lowering is Lowering.INDUCTOR and is_inlined(source.target) and not moves(source)
 
 
 def _is_generated(value: fx.Node, context: CompileContext) -> bool:

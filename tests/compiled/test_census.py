@@ -76,6 +76,19 @@ class Generated(nn.Module):
         return F.cross_entropy((h @ self.table.weight.t()).flatten(0, 1), labels.flatten())
 
 
+class Placed(nn.Module):
+    """Gradients that generated kernels store before they place them: of a diagonal, and of sums of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 13)
+        self.mix, self.shift = nn.Parameter(torch.ones(13, 13)), nn.Parameter(torch.ones(12, 13))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = torch.tanh(self.embed(tokens)) * self.mix.diagonal() + self.shift.cumsum(0)
+        return F.cross_entropy(h.flatten(0, 1), labels.flatten())
+
+
 class Promoting(nn.Module):
     """A gain that is gathered in bf16 and taken to fp32 on the way, by the kernel that reads it."""
 
@@ -144,6 +157,7 @@ def total(census: Counter[step_census.Key], *kinds: Kind) -> int:
         (Padded, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY}),
         (Joined, 11, "eager", {}, {Kind.COPY_IN, Kind.COPY, Kind.CONCATENATION}),
         (Generated, 16, "inductor", {}, {Kind.COPY_IN}),
+        (Placed, 11, "inductor", {}, {Kind.COPY_IN, Kind.COPY}),
         (Promoting, 11, "inductor", {"mp_policy": BF16}, {Kind.CAST}),
         (uneven_llama, 61, "inductor", {"mp_policy": BF16}, {Kind.COPY_IN, Kind.CAST, Kind.COPY}),
     ],

@@ -42,6 +42,15 @@ def test_a_value_that_is_read_before_and_behind_a_product_of_something_else_is_n
     assert peak.nbytes == VALUE // 2 * 2 + VALUE + 3 * VALUE  # the three results
 
 
+@pytest.mark.parametrize(("operator", "taken"), [(aten.select_scatter.default, 1), (aten.diagonal_scatter.default, 2)])
+def test_what_generated_code_writes_a_part_of_is_memory_although_generated_code_alone_reads_it(operator, taken):
+    graph = Graph()
+    value = graph.call(operator, graph.shards[0], graph.shards[1], 0, 0)
+    graph.graph.output((graph.call(torch.ops.prims.rev.default, value, [0]),))
+    peak = GraphMemory(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR), Part.FORWARD).peak()
+    assert peak.nbytes == VALUE // 2 * 2 + VALUE + taken * VALUE
+
+
 LARGE = 100 * VALUE  # bytes, beside which shards and slots are nothing
 
 

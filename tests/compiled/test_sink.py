@@ -23,7 +23,7 @@ from vescale_compile.torch_internals.aot import run_boxed
 
 aten = torch.ops.aten
 LOWERINGS = ("eager", "inductor")
-STORED_FIRST = "a generated reduction, which is stored before it is placed"
+STORED_FIRST = " is stored before it is placed"
 
 
 @pytest.fixture
@@ -139,6 +139,28 @@ class Sliced(Loss):
         return x @ self.weight[:8].t()
 
 
+class Diagonal(Loss):
+    """A matrix of whose diagonal alone there is a gradient: Inductor writes it to a copy of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x * self.weight.diagonal()
+
+
+class Summed(Loss):
+    """A matrix whose rows are added up one after another, and its gradient's from behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x * self.weight.cumsum(0)
+
+
 class Correction(Loss):
     """A matrix used alone and with another added: the second's gradient is a summand of the first's."""
 
@@ -210,11 +232,19 @@ def test_what_can_not_be_written_in_place_is_copied_once_and_says_why(build, low
     assert all(reasons[build] in entry.why for entry in copies)
 
 
-def test_a_gradient_that_is_only_moved_to_its_place_is_a_copy(without_code_generation):
+@pytest.mark.parametrize(("build", "numel"), [(Sliced, 16 * 8), (Summed, 4 * 8)])
+def test_a_gradient_that_is_only_moved_to_its_place_is_a_copy(build, numel, without_code_generation):
     with fake_world(2):
-        copies = moved(report(Sliced, numbers(), lowering="inductor"))
-    assert [(entry.kind, entry.nbytes) for entry in copies] == [(Kind.COPY, 16 * 8 * 4)]
-    assert copies[0].why.startswith("moved by aten.")
+        copies = moved(report(build, numbers(), lowering="inductor"))
+    assert [(entry.kind, entry.nbytes) for entry in copies] == [(Kind.COPY, numel * 4)]
+    assert copies[0].why.startswith("moved by ")
+
+
+def test_a_gradient_that_generated_code_writes_to_a_part_of_is_copied_once(without_code_generation):
+    with fake_world(2):
+        (copy,) = moved(report(Diagonal, numbers(), lowering="inductor"))
+    assert (copy.kind, copy.nbytes) == (Kind.COPY, 8 * 8 * 4)
+    assert copy.why == f"aten.diagonal_scatter.default{STORED_FIRST}"
 
 
 @pytest.mark.parametrize("base_first", [True, False])
@@ -238,7 +268,11 @@ def test_mixed_precision_casts_shards_and_gradients_and_copies_nothing(without_c
     shards = sum(unit.shard_bytes for unit in graph.units)
     again = sum(unit.shard_bytes for unit in graph.units if unit.after_forward == "resharded")
     casts = {
-        part: sum(entry.nbytes for entry in summary.entries if entry.kind is Kind.CAST and entry.why != STORED_FIRST)
+        part: sum(
+            entry.nbytes
+            for entry in summary.entries
+            if entry.kind is Kind.CAST and not entry.why.endswith(STORED_FIRST)
+        )
         for part, summary in graph.parts.items()
     }
     assert casts[Part.FORWARD] == shards // 2  # each into its place in the bf16 buffer
@@ -314,7 +348,7 @@ def test_a_weight_used_twice_accumulates_in_its_place(without_code_generation, t
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize(
-    "name", ["Tied", "Twice", "Experts", "Affine", "Convolution", "Shared", "Split", "Sliced", "Correction"]
+    "name", ["Tied", "Twice", "Experts", "Affine", "Convolution", "Shared", "Split", "Sliced", "Diagonal", "Correction"]
 )
 @on_ranks(2)
 def test_gradients_are_those_of_the_unsharded_model(name, lowering):

@@ -18,6 +18,8 @@ from torch._inductor.fx_passes import post_grad as _post_grad
 from torch._inductor.fx_utils import get_fake_args_kwargs as _get_fake_args_kwargs
 from torch._ops import OpOverload
 
+from ..schemas import is_pointwise
+
 
 def forget_mutation_regions(graph: fx.Graph) -> None:
     """Has Inductor's graph passes look again where a graph writes to memory.
@@ -69,11 +71,44 @@ _EXTERN_KERNELS = frozenset(
 )
 
 
+# Besides what is tagged as pointwise, operators of whose results each element is computed where it is read: their
+# lowerings are an ``ir.Pointwise`` that nothing realizes.
+_INLINED = frozenset(
+    {"arange", "constant_pad_nd", "copy", "full", "glu", "iota", "lift_fresh_copy", "repeat", "rev"}
+    | {"scalar_tensor", "select_scatter", "slice_scatter", "diagonal_copy", "as_strided_copy"}
+    | {"embedding", "gather", "index", "_unsafe_index", "_unsafe_masked_index"}
+    | {f"{upsample}{dims}d" for upsample in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3)}
+)
+
+# What is realized, but as a loop that Inductor may fuse with those of its readers: then it stays in registers.
+_LOOPS = frozenset(
+    {"sum", "mean", "prod", "amax", "amin", "max", "min", "any", "argmax", "argmin", "var", "var_mean", "xor_sum"}
+    | {"cat", "prepare_softmax_online", "avg_pool2d", "avg_pool3d", "avg_pool2d_backward", "avg_pool3d_backward"}
+    | {"_adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool2d_with_indices", "max_pool3d_with_indices"}
+    | {"_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices"}
+    | {"max_pool2d_with_indices_backward", "upsample_nearest2d_backward", "bucketize", "searchsorted"}
+    | {"inductor_lookup_seed", "inductor_randint", "inductor_random", "inductor_seed", "inductor_seeds"}
+)
+
+
 def generates_code_for(target: Any) -> bool:
     """Whether Inductor writes kernels for an operator itself, rather than calling PyTorch's."""
     if not isinstance(target, OpOverload) or target in _lowering.fallbacks:
         return False
     return target in _lowering.lowerings and target.overloadpacket.__name__ not in _EXTERN_KERNELS
+
+
+def is_inlined(target: Any) -> bool:
+    """Whether Inductor computes an operator's result, element by element, in the kernel that reads or stores it."""
+    return generates_code_for(target) and (is_pointwise(target) or target.overloadpacket.__name__ in _INLINED)
+
+
+def may_stay_in_registers(target: Any) -> bool:
+    """Whether an operator's result need not be in memory for generated code that reads it.
+
+    That of a scatter, of a sort, or of what writes to a part of a copy has to be complete before any of it is read.
+    """
+    return is_inlined(target) or (generates_code_for(target) and target.overloadpacket.__name__ in _LOOPS)
 
 
 def generate_sums_into(operator: OpOverload) -> None:
