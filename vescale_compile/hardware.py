@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from .cost import PRESETS, Calibration, Cluster, Device, Link
-from .cost.devices import TO_CALIBRATE
+from .cost.devices import DEVICES, TO_CALIBRATE
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _links_of(calibration: Calibration, path: str, ranks: int) -> Cluster:
         ValueError: of a GPU that there is no preset of, and without collectives.
     """
     name = calibration.device.name
-    if (known := _preset_of(name)) is not None:
+    if (known := _preset_of(name, calibration.device.memory_bytes)) is not None:
         return PRESETS[known](ranks)
     if name.startswith("cpu") or calibration.collectives:
         return _guess(torch.device("cpu"), ranks)
@@ -85,12 +85,11 @@ def _guess(device: torch.device, ranks: int) -> Cluster:
     if device.type != "cuda":
         return Cluster(_CPU, ranks, ranks, _LOOPBACK, _LOOPBACK)
     name = torch.cuda.get_device_name(device)
-    known = _preset_of(name)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    known = _preset_of(name, memory)
     if known is None:
         _warn_unknown(name)
     guess = PRESETS[known or _UNKNOWN_GPU](ranks)
-    # Some boards come with several sizes of memory.
-    memory = torch.cuda.get_device_properties(device).total_memory
     return replace(
         guess,
         device=replace(guess.device, memory_bytes=memory),
@@ -98,11 +97,17 @@ def _guess(device: torch.device, ranks: int) -> Cluster:
     )
 
 
-def _preset_of(name: str) -> str | None:
-    """Of a GPU by its name, as PyTorch gives it. Presets are of boards whose GPUs NVLink joins all: not of PCIe cards
-    and pairs of them, nor of chips that share a name's letters (GH200)."""
+def _preset_of(name: str, memory: int | None = None) -> str | None:
+    """Of a GPU by its name, as PyTorch gives it, and of boards of one name by their memory, of which the bandwidth
+    depends. Presets are of boards whose GPUs NVLink joins all: not of PCIe cards and pairs of them, nor of chips that
+    share a name's letters (GH200)."""
     words = re.findall(r"[a-z0-9]+", name.lower())
-    return None if {"pcie", "nvl"} & {*words} else next((preset for preset in PRESETS if preset in words), None)
+    if {"pcie", "nvl"} & {*words}:
+        return None
+    boards = [preset for preset in PRESETS if preset.partition("-")[0] in words]
+    if memory is None:
+        return next(iter(boards), None)
+    return min(boards, key=lambda preset: abs((DEVICES[preset].memory_bytes or 0) - memory), default=None)
 
 
 def _ranks_per_node() -> int | None:

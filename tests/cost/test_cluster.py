@@ -30,22 +30,23 @@ NVLINK = Link("NVLink", 450e9, 1e-6)
 
 
 @pytest.mark.parametrize(
-    ("name", "teraflops", "terabytes_per_second", "gigabytes"),
+    ("name", "teraflops", "terabytes_per_second", "gibibytes"),
     [
-        ("a100", 312, 2.039, 80),
-        ("h100", 989.4, 3.35, 80),
-        ("h200", 989.4, 4.8, 141),
-        ("b200", 2250, 8.0, 180),
-        ("mi300x", 1307.4, 5.3, 192),
+        ("a100", 312, 2.039, 79.15),
+        ("a100-40gb", 312, 1.555, 39.49),
+        ("h100", 989.4, 3.35, 79.11),
+        ("h200", 989.4, 4.8, 139.80),
+        ("b200", 2250, 8.0, 178.35),
+        ("mi300x", 1307.4, 5.3, 191.98),
     ],
 )
-def test_the_table_has_the_datasheets_figures(
-    name: str, teraflops: float, terabytes_per_second: float, gigabytes: int
+def test_the_table_has_the_datasheets_figures_and_the_memory_that_pytorch_says(
+    name: str, teraflops: float, terabytes_per_second: float, gibibytes: float
 ) -> None:
     figures = device(name)
     assert figures.peak_flops["bfloat16"] == pytest.approx(teraflops * 1e12)
     assert figures.memory_bandwidth == pytest.approx(terabytes_per_second * 1e12)
-    assert figures.memory_bytes == gigabytes * 10**9
+    assert figures.memory_bytes == int(gibibytes * 2**30)
 
 
 def test_a_kernel_takes_the_larger_of_its_arithmetic_and_its_traffic_and_its_launch() -> None:
@@ -205,6 +206,19 @@ def test_a_gpu_has_a_presets_links_if_its_name_says_that_nvlink_joins_all_of_its
     assert hardware._preset_of(name) == preset
 
 
+@pytest.mark.parametrize(
+    ("name", "gibibytes", "preset"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.25, "a100"),
+        ("NVIDIA A100-SXM4-40GB", 39.5, "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", 39.5, None),
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100"),
+    ],
+)
+def test_boards_of_one_name_are_told_apart_by_their_memory(name: str, gibibytes: float, preset: str | None) -> None:
+    assert hardware._preset_of(name, int(gibibytes * 2**30)) == preset
+
+
 def test_a_gpus_calibration_is_simulated_over_the_links_of_its_preset(tmp_path: Path) -> None:
     unit = replace(gpu_cluster("h100", 1).device, name="NVIDIA H100 80GB HBM3")
     Calibration(unit, 1, {}).save(tmp_path / "gpu.json")
@@ -230,10 +244,13 @@ def test_a_launcher_knows_the_ranks_of_a_node(gpus: pytest.MonkeyPatch, launched
     assert cluster_for(None, torch.device("cuda"), 12).nodes == nodes
 
 
-def test_a_gpu_has_the_memory_that_it_says(gpus: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_the_memory_that_it_says_and_the_bandwidth_of_the_board_that_has_so_much(
+    gpus: pytest.MonkeyPatch,
+) -> None:
     gpus.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     gpus.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=40 << 30))
-    assert cluster_for(None, torch.device("cuda"), 8).device.memory_bytes == 40 << 30
+    found = cluster_for(None, torch.device("cuda"), 8).device
+    assert (found.memory_bytes, found.memory_bandwidth) == (40 << 30, DEVICES["a100-40gb"].memory_bandwidth)
 
 
 def test_a_gpu_alone_in_sight_says_nothing_of_its_node(gpus: pytest.MonkeyPatch) -> None:

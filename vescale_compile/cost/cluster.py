@@ -148,6 +148,7 @@ _NODES: dict[str, tuple[float, float]] = {
     "h200": (450e9, 400),
     "b200": (900e9, 400),
     "mi300x": (448e9, 400),
+    "a100-40gb": (300e9, 200),
 }
 
 
@@ -155,7 +156,7 @@ def gpu_cluster(name: str, ranks: int) -> Cluster:
     """Nodes of 8 of one of the table's GPUs, a network adapter for each, as NVIDIA's and AMD's platforms have them.
 
     Args:
-        name: of a device: "a100", "h100", "h800", "h200", "b200" or "mi300x".
+        name: of a device: "a100", "h100", "h800", "h200", "b200", "mi300x" or "a100-40gb".
         ranks: GPUs; the last node may have fewer than 8.
 
     Raises:

@@ -3,6 +3,11 @@
 Peaks are the vendors' published dense figures (without sparsity), per device. The efficiencies of the table are
 assumptions, typical of large matrix products and of long copies; so is what a host takes to launch a kernel, by what
 that of an H200 took (6.9 to 10.8 us). ``calibrate`` measures them for a device at hand.
+
+Their memory is what PyTorch says of the boards, in GiB, which is neither a label's GB nor its GiB: an A100's
+(tutorials/oom.md of litgpt; of 40 GB: PC2's page of its A100 nodes), an H100's (vLLM's issue 27508; an H800's is taken
+to be alike), an H200's (bench/results/2026-11-27-h200-predicted.json), a B200's (torchao's pull request 4002) and an
+MI300X's (AMD's ROCm blog of GPTQModel).
 """
 
 from __future__ import annotations
@@ -120,11 +125,12 @@ def _bits(dtype: str) -> int:
 _ISSUE = 20e-6
 
 
-def _gpu(name: str, flops: Mapping[str, float], bandwidth: float, gigabytes: int, *, nvidia: bool = True) -> Device:
-    capacity = gigabytes * 10**9
+def _gpu(name: str, flops: Mapping[str, float], bandwidth: float, gibibytes: float, *, nvidia: bool = True) -> Device:
+    capacity = int(gibibytes * 2**30)
     return Device(name, flops, bandwidth, capacity, 0.65, 0.85, 4e-6, float32_products=nvidia, issue=_ISSUE)
 
 
+_AMPERE = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12, "float64": 19.5e12}
 _HOPPER = {
     "float8": 1978.9e12,
     "bfloat16": 989.4e12,
@@ -138,18 +144,13 @@ DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         # NVIDIA A100 Tensor Core GPU datasheet, 80GB SXM.
-        _gpu(
-            "a100",
-            {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12, "float64": 19.5e12},
-            2.039e12,
-            80,
-        ),
+        _gpu("a100", _AMPERE, 2.039e12, 79.15),
         # NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5.
-        _gpu("h100", _HOPPER, 3.35e12, 80),
+        _gpu("h100", _HOPPER, 3.35e12, 79.11),
         # H800 SXM: an H100 with half the NVLink bandwidth; double precision is left out, it is cut down.
-        _gpu("h800", {dtype: peak for dtype, peak in _HOPPER.items() if dtype != "float64"}, 3.35e12, 80),
+        _gpu("h800", {dtype: peak for dtype, peak in _HOPPER.items() if dtype != "float64"}, 3.35e12, 79.11),
         # NVIDIA H200 Tensor Core GPU datasheet, SXM.
-        _gpu("h200", _HOPPER, 4.8e12, 141),
+        _gpu("h200", _HOPPER, 4.8e12, 139.80),
         # NVIDIA HGX B200 datasheet, an eighth of the system, dense.
         _gpu(
             "b200",
@@ -162,7 +163,7 @@ DEVICES: dict[str, Device] = {
                 "float64": 40e12,
             },
             8.0e12,
-            180,
+            178.35,
         ),
         # AMD Instinct MI300X datasheet; matrix cores.
         _gpu(
@@ -176,9 +177,11 @@ DEVICES: dict[str, Device] = {
                 "float64": 163.4e12,
             },
             5.3e12,
-            192,
+            191.98,
             nvidia=False,
         ),
+        # The A100's first board (same datasheet), with HBM2.
+        _gpu("a100-40gb", _AMPERE, 1.555e12, 39.49),
     )
 }
 
