@@ -137,7 +137,8 @@ def _unsharded(original: type[nn.Module]) -> tuple[Callable[..., nn.Module], Cal
     original one. What ``__new__`` alone has made is of the class that it was called on: copies begin so."""
 
     def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-        if torch.compiler.is_compiling():  # Dynamo knows no object that changes its class
+        # Dynamo knows no object that changes its class, and itself makes some with no arguments.
+        if torch.compiler.is_compiling() and (args or kwargs):
             return original(*args, **kwargs)
         found = cast(Callable[..., nn.Module], original.__new__)
         return object.__new__(cls) if found is object.__new__ else found(cls, *args, **kwargs)
