@@ -48,7 +48,7 @@ class Agreed(NamedTuple):
         Raises:
             ScheduleError: they can't be, because one computation reads here what two others do there.
         """
-        if (len(tasks.compute), _touched(tasks)) == (self.tasks, self.touched):
+        if (len(tasks.compute), touches(tasks)) == (self.tasks, self.touched):
             return self.schedule
         return adapt(self.schedule, self.touched, self.tasks, tasks)
 
@@ -62,13 +62,9 @@ def agreed_schedule(
     assert context.part is not None
     what = repr((context.part.value, sequence, sorted(context.kept), sorted(context.carried)))
     own = [[type(each).__name__, *each] for each in schedule.instructions]
-    decided = json.loads(_decided(what, json.dumps([own, len(tasks.compute), _touched(tasks)]), context))
+    decided = json.loads(_decided(what, json.dumps([own, len(tasks.compute), touches(tasks)]), context))
     instructions, count, touched = decided
     return Agreed(Schedule(tuple(_instruction(name, operand) for name, operand in instructions)), count, touched)
-
-
-def _touched(tasks: TaskGraph) -> list[list[int]]:
-    return [list(positions) for positions in touches(tasks)]
 
 
 def _instruction(name: str, operand: int | list[int]) -> Instruction:

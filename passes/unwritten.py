@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from ..schemas import aliasing_arguments
-from ..torch_internals.tracing import overload_called
+from ..torch_internals.tracing import all_graphs, overload_called
 from .context import CompileContext, fail
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -27,7 +27,7 @@ _IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv
 def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str], context: CompileContext) -> None:
     """
     Args:
-        gm: Dynamo's graph; those of its regions (checkpoints, ``autograd.Function``) are looked at, too.
+        gm: Dynamo's graph; those of its regions are looked at, too.
         names: of the parameters, by the nodes that read them.
 
     Raises:
@@ -35,8 +35,7 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str], context: C
     """
     memory = {_memory(node): name for node, name in names.items()}
     memory.pop(None, None)
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    for node in (node for graph in graphs for node in graph.nodes):
+    for node in (node for graph in all_graphs(gm) for node in graph.nodes):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value._version > 0 and (place := _memory(node)) in memory:
             # A parameter that is written to by its own name shows it where it was gathered already.

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_used import Branches, average_what_any_rank_has, check, questions_of
+from test_used import Branches, average_what_any_rank_has, check, check_branches_of_their_own, questions_of
 
 import vescale_compile as vc
 
@@ -58,11 +58,7 @@ def test_branches_are_told_apart_whatever_is_frozen(frozen):
     model.zero_grad()
     for each in (model, reference):
         each.parts[0].requires_grad_(not frozen[-1])
-    own = 1 + dist.get_rank()
-    call(x, 0, own).backward()
-    reference(x, 0, own).backward()
-    average_what_any_rank_has(reference)
-    check(model, reference)
+    check_branches_of_their_own(model, call, reference, x)
 
 
 @on_ranks(2)

@@ -88,6 +88,14 @@ def average_what_any_rank_has(model: nn.Module) -> None:
             param.grad = torch.zeros_like(param)
 
 
+def check_branches_of_their_own(model: nn.Module, call: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
+    """Each rank takes another branch, as the unsharded model does."""
+    for each in (call, reference):
+        each(x, 0, 1 + dist.get_rank()).backward()
+    average_what_any_rank_has(reference)
+    check(model, reference)
+
+
 @pytest.mark.parametrize("compile", ["eager", None, "inductor"])
 @on_ranks(2)
 def test_each_rank_may_take_another_branch(compile):
@@ -101,11 +109,7 @@ def test_each_rank_may_take_another_branch(compile):
         fill_free_memory()
         model.zero_grad()
         reference.zero_grad()
-        own = 1 + dist.get_rank()
-        call(x, 0, own).backward()
-        reference(x, 0, own).backward()
-        average_what_any_rank_has(reference)
-        check(model, reference)
+        check_branches_of_their_own(model, call, reference, x)
 
 
 @on_ranks(2)

@@ -13,8 +13,8 @@ Touches = Sequence[Sequence[int]]
 """For each transfer, the positions that write its input or read its output."""
 
 
-def touches(graph: TaskGraph) -> Touches:
-    return [transfer.writers + transfer.readers for transfer in graph.transfers]
+def touches(graph: TaskGraph) -> list[list[int]]:
+    return [[*transfer.writers, *transfer.readers] for transfer in graph.transfers]
 
 
 def adapt(schedule: Schedule, made_for: Touches, tasks: int, graph: TaskGraph) -> Schedule:

@@ -105,9 +105,13 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
 
 def turns_grad_on(gm: fx.GraphModule) -> bool:
     """Whether a graph, of a frame that is called under ``torch.no_grad``, has a part in ``torch.enable_grad``."""
-    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
     target = torch._C._set_grad_enabled
-    return any(node.args[0] for graph in graphs for node in graph.find_nodes(op="call_function", target=target))
+    return any(node.args[0] for graph in all_graphs(gm) for node in graph.find_nodes(op="call_function", target=target))
+
+
+def all_graphs(gm: fx.GraphModule) -> list[fx.Graph]:
+    """That of a module, and those of its regions: checkpoints, ``autograd.Function``, and the like."""
+    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
 def overload_called(operator: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload | None:
