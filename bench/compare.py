@@ -54,7 +54,7 @@ def main() -> int:
     if args.wire is not None and (missing := wire.what_is_missing()) is not None:
         print(f"Skipped, --wire {args.wire}: {missing}.")
         return 0
-    workload = Workload(args.model, args.batch, args.seq, args.dtype, args.device, args.seed)
+    workload = Workload(args.model, args.batch, args.seq, args.dtype, args.device, args.seed, args.micro_batches)
     contenders = [
         (name, policy) for name in args.systems for policy in SYSTEMS[name].policies if policy in args.policies
     ]
@@ -124,6 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--wire", type=rate, metavar="RATE", help="ranks on two hosts joined at 2gbit, say; as root")
     parser.add_argument("--model", choices=MODELS, default="30M", help="Llama, or with experts (%(default)s)")
     parser.add_argument("--batch", type=count, default=1, help="sequences of a rank (%(default)s)")
+    parser.add_argument("--micro-batches", type=count, default=1, help="of so many in a step (%(default)s)")
     parser.add_argument("--seq", type=count, default=256, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--dtype", choices=TOLERANCES, default="fp32", help="bf16: mixed precision (fp32)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU a rank (cpu)")
@@ -151,9 +152,14 @@ def _arguments() -> argparse.Namespace:
         args.ranks = 1
         if unfit := [name for name in args.systems or () if not SYSTEMS[name].fakes]:
             parser.error(f"--world: {', '.join(unfit)} can't run where collectives send nothing; leave it out")
+    if args.micro_batches > 1 and "communication-alone" in (args.systems or ()):
+        parser.error("--micro-batches: communication-alone does that of steps of one; leave it out")
     if args.systems is None:
         args.systems = [
-            name for name, system in SYSTEMS.items() if system.default and (system.fakes or args.world is None)
+            name
+            for name, system in SYSTEMS.items()
+            if system.default and (system.fakes or args.world is None)
+            if args.micro_batches == 1 or name != "communication-alone"
         ]
     if not any(policy in args.policies for name in args.systems for policy in SYSTEMS[name].policies):
         parser.error(f"--policies {','.join(args.policies)}: none of {', '.join(args.systems)} runs under them")
@@ -169,8 +175,9 @@ def _setting(workload: Workload, plan: Plan) -> str:
     else:
         hosts = "" if plan.wire is None else f" on two hosts, {plan.wire.rate}/s between them"
         where = f"{plan.ranks} ranks of {plan.threads} thread(s) on {workload.device}{hosts}"
+    micro = f" in each of {workload.micro_batches} micro-batches" if workload.micro_batches > 1 else ""
     return (
-        f"{workload.model}, {workload.dtype}, AdamW; {where}; {workload.batch} x {workload.seq} tokens each; "
+        f"{workload.model}, {workload.dtype}, AdamW; {where}; {workload.batch} x {workload.seq} tokens each{micro}; "
         f"{plan.steps} timed steps; torch {torch.__version__}"
     )
 

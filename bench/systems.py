@@ -5,13 +5,17 @@ Each is set up as its own documentation recommends, and on CPUs, where FSDP2 wou
 passes can't run, with what overlap it can have there. Those that form units form every decoder layer, and the rest
 (embedding, last norm, output projection); ours gathers the parts of a layer apart, except as ``vescale-whole-blocks``,
 and compiles the whole model, except as ``vescale-layers``, which compiles each layer by itself, as FSDP2 does.
+
+Of a step's micro-batches the last one communicates gradients, and those that keep parameters gather them once a step;
+SimpleFSDP, which has no such mode, does all it does for each.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +45,7 @@ class System:
         reduces: whether ranks train one model together. One that does not is a yardstick, whose results differ.
         rounds: whether what it sends is rounded, so that its results differ too.
         fakes: whether it runs on a process group whose collectives send nothing.
+        accumulating: around a micro-batch that is not the step's last: given the forward, the model and the policy.
         planned_bytes: of its forward: what it said that a step will take on a rank, optimizer states apart.
         default: whether it is measured when no systems are named.
     """
@@ -52,6 +57,7 @@ class System:
     reduces: bool = True
     rounds: bool = False
     fakes: bool = True
+    accumulating: Callable[[Any, nn.Module, Policy], AbstractContextManager[None]] = lambda *_: nullcontext()
     planned_bytes: Callable[[Any], int] | None = None
     default: bool = True
 
@@ -60,21 +66,23 @@ SHARDED = (Policy.RESHARD, Policy.KEEP)
 
 
 def _alone(model: nn.Module, workload: Workload, policy: Policy) -> Forward:
-    return _autocast(torch.compile(model, dynamic=False, fullgraph=True), workload)
+    return _Autocast(torch.compile(model, dynamic=False, fullgraph=True), workload)
 
 
 def _ddp(model: nn.Module, workload: Workload, policy: Policy, *, compiled: bool) -> Forward:
     # Gradients as views of the buckets: without it DDP holds every gradient twice.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _autocast(torch.compile(replica, dynamic=False) if compiled else replica, workload)
+    return _Autocast(torch.compile(replica, dynamic=False) if compiled else replica, workload)
 
 
-def _autocast(run: Forward, workload: Workload) -> Forward:
-    def forward(tokens: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(workload.device, torch.bfloat16, enabled=workload.dtype == "bf16"):
-            return run(tokens, labels)
+@dataclass(frozen=True)
+class _Autocast:
+    run: Any
+    workload: Workload
 
-    return forward
+    def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(self.workload.device, torch.bfloat16, enabled=self.workload.dtype == "bf16"):
+            return self.run(tokens, labels)
 
 
 def _fsdp2(model: nn.Module, workload: Workload, policy: Policy, *, compiled: bool) -> Forward:
@@ -92,6 +100,15 @@ def _fsdp2(model: nn.Module, workload: Workload, policy: Policy, *, compiled: bo
     if workload.device == "cpu":
         _prefetch(model, layers)
     return model
+
+
+@contextmanager
+def _fsdp2_accumulates(run: Forward, model: Any, policy: Policy) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(policy is Policy.RESHARD)
+    yield
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
 
 
 def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:
@@ -155,7 +172,27 @@ def _ours(
     )
     rounds = quantizer is not None
     planned = None if by_layer else _Ours.planned_bytes  # what is in no layer is in no plan
-    return System(name, distribute, SHARDED, rounds=rounds, planned_bytes=planned, default=default)
+    return System(
+        name,
+        distribute,
+        SHARDED,
+        rounds=rounds,
+        accumulating=lambda run, model, policy: vc.no_sync(model),
+        planned_bytes=planned,
+        default=default,
+    )
+
+
+def _ddp_system(name: str, *, compiled: bool) -> System:
+    def accumulating(forward: _Autocast, model: nn.Module, policy: Policy) -> AbstractContextManager[None]:
+        return forward.run.no_sync()
+
+    distribute = functools.partial(_ddp, compiled=compiled)
+    return System(name, distribute, (Policy.REPLICATED,), fakes=False, accumulating=accumulating)
+
+
+def _fsdp2_system(name: str, *, compiled: bool) -> System:
+    return System(name, functools.partial(_fsdp2, compiled=compiled), SHARDED, accumulating=_fsdp2_accumulates)
 
 
 OURS = "vescale"
@@ -165,10 +202,10 @@ SYSTEMS = {
     for system in (
         System("compute-alone", _alone, (Policy.REPLICATED,), reduces=False),
         System("communication-alone", communication_alone, SHARDED, reduces=False),
-        System("ddp", functools.partial(_ddp, compiled=False), (Policy.REPLICATED,), fakes=False),
-        System("ddp-compile", functools.partial(_ddp, compiled=True), (Policy.REPLICATED,), fakes=False),
-        System("fsdp2", functools.partial(_fsdp2, compiled=False), SHARDED),
-        System("fsdp2-compile", functools.partial(_fsdp2, compiled=True), SHARDED),
+        _ddp_system("ddp", compiled=False),
+        _ddp_system("ddp-compile", compiled=True),
+        _fsdp2_system("fsdp2", compiled=False),
+        _fsdp2_system("fsdp2-compile", compiled=True),
         System("simplefsdp", functools.partial(simple_fsdp, bucketed=False), SHARDED, family="simplefsdp"),
         System("simplefsdp-bucketed", functools.partial(simple_fsdp, bucketed=True), SHARDED, family="simplefsdp"),
         System("simplefsdp-over-our-messages", simple_fsdp_over_messages, SHARDED, fakes=False, default=False),

@@ -210,9 +210,15 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def gradients(self) -> Tensor:
-        """Forward and backward; returns the loss."""
+        """Forward and backward of each micro-batch; returns the loss, which they have in common."""
+        for _ in range(self.job.workload.micro_batches - 1):
+            with SYSTEMS[self.job.system].accumulating(self.forward, self.model, self.job.policy):
+                self._micro_batch()
+        return self._micro_batch()
+
+    def _micro_batch(self) -> Tensor:
         loss = self.forward(*self.batch)
-        loss.backward()
+        loss.backward(torch.full_like(loss, 1 / self.job.workload.micro_batches))
         return loss.detach()
 
     def _synchronize(self) -> None:

@@ -50,12 +50,13 @@ class Workload:
 
     Attributes:
         model: a name of ``MODELS``.
-        batch: sequences for each rank and step.
+        batch: sequences for each rank and micro-batch.
         seq: tokens of a sequence.
         dtype: "fp32", or "bf16": forward and backward in bf16 on fp32 master parameters and optimizer states.
             Sharded systems gather in bf16 and reduce in fp32; DDP uses autocast and reduces in fp32.
         device: "cpu" or "cuda".
         seed: of the parameters, and with the rank of the data.
+        micro_batches: of so many sequences each, whose gradients a step averages.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Workload:
     dtype: str
     device: str
     seed: int
+    micro_batches: int = 1
 
     def build_model(self) -> nn.Module:
         """The unsharded model on the workload's device, with the same values in every process."""
@@ -73,7 +75,8 @@ class Workload:
             return moe.MoeLlama(config) if isinstance(config, moe.MoeConfig) else llama.Llama(config)
 
     def build_batch(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels of one rank. Every step trains on this batch, so the loss falls as it is learned."""
+        """Tokens and labels of one rank. Every step, all its micro-batches, trains on this, so the loss falls as it is
+        learned."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + rank)
         text = torch.randint(MODELS[self.model].vocab_size, (self.batch, self.seq + 1), generator=generator)
         text = text.to(self.device)

@@ -254,6 +254,11 @@ class DBuffer:
         return self.world_size * self.shard.numel()
 
     @property
+    def gathered_bytes(self) -> int:
+        """Of the gathered buffer."""
+        return self.numel * self.param_dtype.itemsize
+
+    @property
     def trains(self) -> bool:
         """Whether its parameters have gradients."""
         return any(param.requires_grad for param in self.params)

@@ -88,7 +88,7 @@ def _gather(buffer: DBuffer) -> _Gathered:
     agree_on_leaving_compiled_code(buffer)
     found: list[int] = []  # in the backward that ran last; there may be several
     grads = torch.is_grad_enabled()
-    forward = Forward(buffer.numel * buffer.param_dtype.itemsize, [buffer], compiled=False)
+    forward = Forward(buffer.gathered_bytes, [buffer], compiled=False)
     flat = flat_input(buffer, buffer.params, used=found, forward=forward)
     views = [buffer.view_of(i, trainable=p.requires_grad) for i, p in enumerate(buffer.params)]
     # What is made in inference mode counts no writes.

@@ -19,14 +19,11 @@ def warn_of_one_unit(buffers: Sequence[DBuffer]) -> None:
     Args:
         buffers: that the graph reads.
     """
-    largest = max(buffers, key=_nbytes)
-    model = sum(map(_nbytes, largest.model.buffers))
-    if not largest.is_part and largest.mesh.size() > 1 and _nbytes(largest) > max(_MOST * model, _MUCH_BYTES):
-        _warn(largest.name, _nbytes(largest))
-
-
-def _nbytes(buffer: DBuffer) -> int:
-    return buffer.numel * buffer.param_dtype.itemsize
+    largest = max(buffers, key=lambda buffer: buffer.gathered_bytes)
+    model = sum(buffer.gathered_bytes for buffer in largest.model.buffers)
+    most = max(_MOST * model, _MUCH_BYTES)
+    if not largest.is_part and largest.mesh.size() > 1 and largest.gathered_bytes > most:
+        _warn(largest.name, largest.gathered_bytes)
 
 
 @functools.cache
