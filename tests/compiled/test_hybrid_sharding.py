@@ -42,9 +42,9 @@ def over_nodes(model: torch.nn.Module) -> torch.nn.Module:
     return vc.fully_shard(model, mesh=mesh_of(2, 2))
 
 
-def averaged_gradients(data: list[models.Batch], model: models.Model = models.Uneven) -> list[torch.Tensor]:
+def averaged_gradients(data: list[models.Batch]) -> list[torch.Tensor]:
     """Of the unsharded model, summed over the batches and averaged over the ranks."""
-    reference = models.build(model)
+    reference = models.build(models.Uneven)
     for tokens, labels in data:
         reference(tokens, labels).backward()
     models.average_gradients(reference)
@@ -82,7 +82,7 @@ def assert_accumulated_gradients_are_averaged(steps: Steps) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def assert_trained_as_the_unsharded_model(steps: Steps, backend: str | None) -> None:
+def assert_trained_as_the_unsharded_model(steps: Steps, backend: str | None = None) -> None:
     reference, expected = test_exactness.reference_run(models.Uneven, backend, 11, 3, models.sgd)
     assert max(abs(a - b) for a, b in zip(steps.losses, expected, strict=True)) < 1e-6
     assert models.largest_difference(steps.params, reference) < 1e-6
@@ -120,18 +120,7 @@ def test_parameters_are_sharded_over_dimension_1_alone():
 @pytest.mark.parametrize("lowering", ["eager", None])
 @on_ranks(4)
 def test_training_is_that_of_the_unsharded_model(lowering):
-    backend = "aot_eager" if lowering else None
-    assert_trained_as_the_unsharded_model(stepped(lowering, over_nodes), backend)
-
-
-@on_ranks(4)
-def test_gradients_of_a_llama_are_averaged_over_all_ranks():
-    torch._dynamo.reset()
-    model, call = models.sharded(models.one_layer_llama, mesh=mesh_of(2, 2))
-    data = models.batches(1, 64)
-    call(*data[0]).backward()
-    for param, expected in zip(model.parameters(), averaged_gradients(data, models.one_layer_llama), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+    assert_trained_as_the_unsharded_model(stepped(lowering, over_nodes))
 
 
 @on_ranks(4)
@@ -147,9 +136,9 @@ def test_averages_over_replicas_are_part_of_what_is_predicted():
     for world_size, shape in ((2, None), (4, (2, 2))):
         torch._dynamo.reset()
         with fake_world(world_size):
-            model = vc.fully_shard(models.build(models.one_layer_llama), mesh=mesh_of(*shape) if shape else None)
+            model = vc.fully_shard(models.build(one_layer), mesh=mesh_of(*shape) if shape else None)
             options = {"lowering": "eager", "cluster": models.SLOW_WIRE}
-            (graph,) = vc.explain(model, *models.batches(1, 64)[0], options=options).graphs
+            (graph,) = vc.explain(model, *models.batches(1, 11)[0], options=options).graphs
             predicted.append(graph.parts[Part.BACKWARD].prediction.communication)
     across = models.SLOW_WIRE.of(2, stride=2)
     averages = [collective_cost(across, "all_reduce", unit.gathered_bytes / 2).seconds for unit in graph.units]
@@ -171,15 +160,15 @@ def test_averages_over_the_network_are_predicted_to_go_beside_what_stays_within_
 
 @on_ranks(4, deadline_s=300)
 def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
-    loss, params = test_exactness.compare(one_layer, "inductor", "aot_eager", 11, steps=3, mesh=mesh_of(2, 2))
+    loss, params = test_exactness.compare(one_layer, "inductor", None, 11, steps=3, mesh=mesh_of(2, 2))
     assert loss < 1e-5
     assert params < 1e-5
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
-@on_ranks(4)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+@on_ranks(2)
 def test_a_dimension_of_size_1_is_no_dimension(shape):
-    loss, params = test_exactness.compare(one_layer, "eager", "aot_eager", 11, steps=3, mesh=mesh_of(*shape))
+    loss, params = test_exactness.compare(one_layer, "eager", None, 11, steps=3, mesh=mesh_of(*shape))
     assert loss < 1e-6
     assert params < 1e-6
 
