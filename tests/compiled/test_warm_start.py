@@ -44,7 +44,7 @@ def empty_cache() -> Iterator[None]:
 
 @contextmanager
 def copy_of(filled: Path) -> Iterator[Path]:
-    """For this rank alone: a cache that holds what `trained` compiles."""
+    """For this rank alone: a cache that holds what `run_small` compiles."""
     with tempfile.TemporaryDirectory() as folder, cache_in(folder):
         shutil.copytree(filled, folder, dirs_exist_ok=True)
         yield Path(folder)
@@ -84,6 +84,22 @@ def trained(
     with torch.no_grad():
         losses.append(call(*data[0]).item())
     return losses, models.whole(model), reports
+
+
+def run_small(size: int = 2, dynamic: bool = False, cluster=None, **shard_options) -> list[float]:
+    """What a model of few kernels gives before a step, and after it without gradients."""
+    model = vc.fully_shard(models.build(small), **shard_options)
+    call = torch.compile(model, backend="vescale", dynamic=dynamic, options={"cluster": cluster})
+    x = torch.ones(size, 13)
+    loss = call(x).sum()
+    loss.backward()
+    models.sgd(model.parameters()).step()
+    with torch.no_grad():
+        return [loss.item(), call(x).sum().item()]
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 13))
 
 
 @functools.cache
@@ -128,21 +144,21 @@ def test_who_finds_what_took_long_to_compile_waits_as_long_for_who_must_compile_
 
 @pytest.fixture(scope="module")
 def cold_start(tmp_path_factory) -> tuple[Path, list[tuple[list[float], list[Part]]]]:
-    """A cache that two ranks have shared, with what `trained` compiles; and each rank's losses and passes."""
+    """A cache that two ranks have shared, with what `run_small` compiles; and each rank's losses and passes."""
     folder = tmp_path_factory.mktemp("filled")
     return folder, run_on_ranks(2, losses_and_passes, str(folder))
 
 
 @pytest.fixture(scope="module")
 def filled(cold_start) -> Path:
-    """A cache that holds what `trained` compiles."""
+    """A cache that holds what `run_small` compiles."""
     folder, _ = cold_start
     return folder
 
 
 def losses_and_passes(folder: str) -> tuple[list[float], list[Part]]:
     with cache_in(folder), passes() as ran:
-        losses, *_ = trained()
+        losses = run_small()
     return losses, ran
 
 
@@ -160,15 +176,15 @@ def test_what_a_schedule_rests_on_is_part_of_what_is_looked_for(filled):
     with copy_of(filled):
         for other in ({"cluster": models.SLOW_WIRE}, {"reshard_after_forward": False}):
             with passes() as ran:
-                trained(**other)
+                run_small(**other)
             assert ran == ALL
         with pytest.MonkeyPatch.context() as patch, passes() as ran:
             patch.setenv("TORCH_NCCL_NAN_CHECK", "1")  # slots lie elsewhere
-            trained()
+            run_small()
         assert ran == ALL
         for same in ({}, {"cluster": models.SLOW_WIRE}):
             with passes() as ran:
-                trained(**same)
+                run_small(**same)
             assert ran == []
 
 
@@ -177,20 +193,16 @@ def test_what_another_version_compiled_is_not_found(filled):
     with copy_of(filled), pytest.MonkeyPatch.context() as patch:
         patch.setattr("vescale_compile.warm_start.sources", lambda: "another")
         with passes() as ran:
-            trained()
+            run_small()
     assert ran == ALL
 
 
 @on_ranks(2)
 def test_a_graph_that_is_dynamic_in_the_batch_is_found_for_the_batch_that_it_was_scheduled_for():
-    def run(size: int) -> None:
-        model = vc.fully_shard(nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 13)))
-        torch.compile(model, backend="vescale", dynamic=True)(torch.ones(size, 13)).sum().backward()
-
     with empty_cache():
-        for size, expected in ((2, BOTH), (3, BOTH), (2, [])):
+        for size, expected in ((2, ALL), (3, ALL), (2, [])):
             with passes() as ran:
-                run(size)
+                run_small(size, dynamic=True)
             assert ran == expected
 
 
@@ -244,7 +256,7 @@ def test_who_wants_to_see_the_graphs_gets_them_from_the_passes(filled, tmp_path)
     with copy_of(filled), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_DUMP", str(tmp_path))
         with passes() as ran:
-            trained()
+            run_small()
     assert ran == ALL
     assert list(tmp_path.glob(f"rank{dist.get_rank()}/*/*-backward-after-verify.py"))
 
@@ -254,7 +266,7 @@ def test_depyf_gets_the_graphs_from_the_passes_too(filled, tmp_path):
     import depyf
 
     with copy_of(filled), depyf.prepare_debug(str(tmp_path / f"rank{dist.get_rank()}")), passes() as ran:
-        trained()
+        run_small()
     assert ran == ALL
 
 
@@ -264,7 +276,7 @@ def test_nothing_is_kept_where_the_user_has_the_cache_off(filled):
     with copy_of(filled) as folder, torch._functorch.config.patch(enable_autograd_cache=False):
         before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
         with passes() as ran:
-            trained()
+            run_small()
         assert ran == ALL
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
