@@ -65,12 +65,27 @@ def passes() -> Iterator[list[Part]]:
         yield ran
 
 
+class Products(nn.Module):
+    """Of few kernels: three products, and how far they lead from the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(2))
+        self.head = nn.Linear(7, 7)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = tokens[:, :7] / 11
+        for layer in self.layers:
+            x = layer(x)
+        return (self.head(x) - labels[:, :7] / 11).square().mean()
+
+
 def trained(
     cluster=None, lowering: str | None = "inductor", steps=2, keeps_one=False, **shard_options
 ) -> tuple[list[float], dict, list]:
     """Losses, parameters and reports of a model that is trained for a few steps, and evaluated. It has one layer, or
     two of which it keeps the first for the backward, and no other."""
-    model = models.build(functools.partial(models.Uneven, 2 if keeps_one else 1))
+    model = models.build(Products if keeps_one else functools.partial(models.Uneven, 1))
     if keeps_one:
         vc.fully_shard(model.layers[0], reshard_after_forward=False, **shard_options)
         vc.fully_shard(model.layers[1], **shard_options)
