@@ -93,12 +93,21 @@ REGIONS = ["function", "checkpointed method", "checkpointed data", "checkpointed
 def test_writing_to_a_parameter_in_a_compiled_forward_is_refused(how):
     torch._dynamo.reset()
     model, call = models.sharded(Writes)
-    call(torch.ones(4, 4)).backward()
     model.how = how
     with pytest.raises(Exception, match="written to inside forward") as caught:
         call(torch.ones(4, 4))
     assert f"rank {dist.get_rank()}" in str(caught.value)
     assert re.search(r"it is written by line \d+ of \S+test_writes\.py", str(caught.value))
+
+
+@on_ranks(2)
+def test_so_it_is_where_forwards_before_it_wrote_nothing():
+    torch._dynamo.reset()
+    model, call = models.sharded(Writes)
+    call(torch.ones(4, 4)).backward()
+    model.how = "method"
+    with pytest.raises(Exception, match="written to inside forward"):
+        call(torch.ones(4, 4))
 
 
 class Scales(nn.Module):
