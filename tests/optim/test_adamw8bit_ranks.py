@@ -20,27 +20,30 @@ pytestmark = pytest.mark.slow  # left out of `make test-fast`
 BLOCKS = pytest.mark.parametrize("blocks", [{}, {"block": 96}, {"tile": (16, 32)}], ids=str)
 
 
-@on_ranks(1, 2, 3, 4)
-@BLOCKS
-def test_weights_and_states_have_the_bits_of_one_rank(blocks: dict) -> None:
+def assert_trained_as_on_one_rank(blocks: dict, *, compile: bool) -> None:
     module, reference = sharded(blocks), model()
-    optimizer, expected = adamw8bit(module.parameters(), **blocks), adamw8bit(reference.parameters(), **blocks)
+    optimizer = adamw8bit(module.parameters(), compile=compile, **blocks)
+    expected = adamw8bit(reference.parameters(), **blocks)
     train(module, optimizer)
     train(reference, expected)
     assert_same_as_unsharded(module, optimizer, reference, expected)
+
+
+@on_ranks(3)
+@BLOCKS
+def test_weights_and_states_have_the_bits_of_one_rank(blocks: dict) -> None:
+    assert_trained_as_on_one_rank(blocks, compile=False)
+
+
+@on_ranks(1, 4)
+def test_so_they_have_on_other_numbers_of_ranks() -> None:
+    assert_trained_as_on_one_rank({}, compile=False)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("blocks", [{}, {"tile": (16, 32)}], ids=str)
 def test_compiled_steps_have_the_bits_of_one_rank(blocks: dict) -> None:
-    module, reference = sharded(blocks), model()
-    optimizer, expected = (
-        adamw8bit(module.parameters(), compile=True, **blocks),
-        adamw8bit(reference.parameters(), **blocks),
-    )
-    train(module, optimizer)
-    train(reference, expected)
-    assert_same_as_unsharded(module, optimizer, reference, expected)
+    assert_trained_as_on_one_rank(blocks, compile=True)
 
 
 @on_ranks(2)
