@@ -89,8 +89,7 @@ class Pipeline:
         return inputs, target
 
 
-@pytest.mark.parametrize("stage", [PipelineStage, AccumulatingStage])
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize(("turns", "stage"), [(1, PipelineStage), (2, AccumulatingStage)])
 @on_ranks(4)
 def test_gradients_are_those_of_the_unsharded_layers(turns, stage):
     pipeline = Pipeline(turns, stage)
