@@ -16,11 +16,13 @@ pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
 OPTIONS = {"lowering": "eager"}
 
+one_layer = functools.partial(models.Uneven, 1)
+
 
 def distilled(tokens: torch.Tensor, labels: torch.Tensor, *, sharded: bool) -> list[torch.Tensor]:
     """Gradients of a student and of its teacher, averaged over the ranks."""
     torch._dynamo.reset()
-    both = [models.build(functools.partial(models.Uneven, 1), seed) for seed in (0, 1)]
+    both = [models.build(one_layer, seed) for seed in (0, 1)]
     student, teacher = map(vc.fully_shard, both) if sharded else both
     options = {"backend": "vescale", "options": OPTIONS} if sharded else {"backend": "aot_eager"}
     torch.compile(lambda: (student(tokens, labels) - teacher(tokens, labels)).square(), **options)().backward()
@@ -74,7 +76,7 @@ def warnings_of(caplog):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_parameter_that_was_added_after_sharding_is_named_once(warnings_of, compiled):
     with fake_world(2):
-        model = vc.fully_shard(models.build(models.Uneven))
+        model = vc.fully_shard(models.build(one_layer))
         model.head = nn.Sequential(model.head, nn.Linear(11, 11, bias=False))
         warnings_of(model, compiled=compiled)
         logged = warnings_of(model, compiled=compiled)
@@ -87,7 +89,7 @@ class Broken(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = vc.fully_shard(models.build(models.Uneven))
+        self.model = vc.fully_shard(models.build(one_layer))
         self.adapter = nn.Linear(1, 1)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -103,14 +105,14 @@ def test_parameters_that_a_graph_trains_without_sharded_ones_are_named(warnings_
 
 def test_a_model_that_was_not_sharded_is_named_where_another_was(warnings_of):
     with fake_world(2):
-        vc.fully_shard(models.build(models.Uneven))
-        assert "layers.0." in warnings_of(models.build(models.Uneven))
+        vc.fully_shard(models.build(one_layer))
+        assert "layers.0." in warnings_of(models.build(one_layer))
 
 
 def test_what_is_evaluated_may_stay_unsharded(warnings_of):
     with fake_world(2):
-        model = vc.fully_shard(models.build(models.Uneven))
-        teacher = models.build(models.Uneven)
+        model = vc.fully_shard(models.build(one_layer))
+        teacher = models.build(one_layer)
 
         class Distilled(nn.Module):
             def forward(self, tokens, labels):
@@ -124,7 +126,7 @@ def test_what_is_evaluated_may_stay_unsharded(warnings_of):
 
 def test_many_parameters_that_were_added_after_sharding_are_one_warning(warnings_of):
     with fake_world(2):
-        model = vc.fully_shard(models.build(models.Uneven))
+        model = vc.fully_shard(models.build(one_layer))
         model.head = nn.Sequential(model.head, *(nn.Linear(11, 11, bias=False) for _ in range(6)))
         logged = warnings_of(model)
     assert logged.count("are not averaged") == 1
@@ -134,7 +136,7 @@ def test_many_parameters_that_were_added_after_sharding_are_one_warning(warnings
 @pytest.mark.parametrize("compiled", [True, False])
 def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of, compiled):
     with fake_world(2):
-        model = models.build(models.Uneven)
+        model = models.build(one_layer)
         vc.fully_shard(model, ignored_params=set(model.head.parameters()))
         model.embed = nn.Sequential(model.embed, nn.Linear(13, 13).requires_grad_(False))
         assert "are not averaged" not in warnings_of(model, compiled=compiled)
@@ -142,7 +144,7 @@ def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of, compiled)
 
 def test_one_rank_averages_with_nobody(warnings_of):
     with fake_world(1):
-        model = vc.fully_shard(models.build(models.Uneven))
+        model = vc.fully_shard(models.build(one_layer))
         model.head = nn.Sequential(model.head, nn.Linear(11, 11))
         assert "are not averaged" not in warnings_of(model)
 
