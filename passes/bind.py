@@ -20,6 +20,7 @@ from ..runtime.marker import unshard_param
 from ..runtime.unshard import unshard
 from ..torch_internals.tracing import mark_graph_input
 from .context import ON_SHARDS, CompileContext, GraphUnit, ParamInput, fail
+from .strided import check_strided
 from .unwritten import check_unwritten
 
 _Inputs = tuple[fx.Node | None, ...]  # of a unit, as GraphUnit.inputs has them
@@ -31,7 +32,9 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
     outside = _outside_regions(gm.graph)
     full: dict[tuple[int, int], fx.Node] = {}
     markers = {node: _param_of(node, placeholders, context) for node in gm.graph.nodes if node.target is unshard_param}
-    check_unwritten(gm, {node: param.name for node, param in markers.items()}, context)
+    names = {node: param.name for node, param in markers.items()}
+    check_unwritten(gm, names, context)
+    check_strided(gm, names, context)
     for node, param in markers.items():
         key = (param.unit, param.view)
         if key not in full:

@@ -33,19 +33,24 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str], context: C
     Raises:
         GraphError: a parameter is written to.
     """
-    memory = {_memory(node): name for node, name in names.items()}
-    memory.pop(None, None)
+    memory = names_by_memory(names)
     for node in (node for graph in all_graphs(gm) for node in graph.nodes):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value._version > 0 and (place := _memory(node)) in memory:
+        if isinstance(value, torch.Tensor) and value._version > 0 and (place := memory_of(node)) in memory:
             # A parameter that is written to by its own name shows it where it was gathered already.
             _refuse(context, _writer(node.graph, place) or node, memory[place])
         for written in _written_without_trace(node):
-            if _memory(written) in memory:
-                _refuse(context, node, memory[_memory(written)])
+            if memory_of(written) in memory:
+                _refuse(context, node, memory[memory_of(written)])
 
 
-def _memory(node: fx.Node) -> int | None:
+def names_by_memory(names: Mapping[fx.Node, str]) -> dict[int | None, str]:
+    """Of parameters, given those by the nodes that read them; of memory that is not known there is none."""
+    return {place: name for node, name in names.items() if (place := memory_of(node)) is not None}
+
+
+def memory_of(node: fx.Node) -> int | None:
+    """What a node's result lies in, of Dynamo's fake tensors; None where they don't tell."""
     value = node.meta.get("example_value")
     try:
         return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
@@ -81,7 +86,7 @@ def _writer(graph: fx.Graph, memory: int | None) -> fx.Node | None:
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
-        if in_place and memory in map(_memory, node.all_input_nodes):
+        if in_place and memory in map(memory_of, node.all_input_nodes):
             return node
     return None
 
@@ -92,12 +97,13 @@ def _refuse(context: CompileContext, node: fx.Node, name: str) -> NoReturn:
         node,
         f"parameter {name!r} is written to inside forward. There it is a gathered copy, and the write would be "
         "lost: write to the sharded parameter outside forward, or keep the value in a buffer (register_buffer)"
-        + _written_at(node),
+        + line_of(node, "it is written"),
     )
 
 
-def _written_at(node: fx.Node) -> str:
-    """The line of the program that a node comes from, as far as Dynamo tells: the user's, if one is."""
+def line_of(node: fx.Node, what: str) -> str:
+    """For messages: ``what`` is done by the line of the program that a node comes from, as far as Dynamo tells, the
+    user's, if one is."""
     frames = re.findall(r'File "(.+)", line (\d+), in', node.meta.get("stack_trace") or "")
     users = [frame for frame in frames if not any(map(Path(frame[0]).is_relative_to, _LIBRARIES))] or frames
-    return "; it is written by line {1} of {0}".format(*users[-1]) if users else ""
+    return f"; {what} by line {users[-1][1]} of {users[-1][0]}" if users else ""

@@ -1,4 +1,5 @@
-"""What :mod:`verify` proves of views: that it has taken for one whatever shares communication memory."""
+"""What :mod:`verify` proves of views: that it has taken for one whatever shares communication memory, and that none
+reaches out of what it is a view of."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .context import CompileContext, buffer_of, fail
+from ..torch_internals.tracing import size_hint
+from .context import Buffer, CompileContext, Use, buffer_of, fail, is_allocation
+from .edit import value_of
 
 
 def check_views(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
@@ -22,6 +25,8 @@ def check_views(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compile
             if mark is not None and bases[node] is not bases[arg] and not set(_memory(node)).isdisjoint(_memory(arg)):
                 held = context.named(mark)
                 fail(context, node, f"the result lies in memory of the {held}, and no schema says so")
+            if mark is not None and node.target is torch.ops.aten.as_strided.default:
+                _check_reach(node, arg, bases[arg], mark, context)
 
 
 def _memory(node: fx.Node) -> Iterator[int]:
@@ -29,3 +34,33 @@ def _memory(node: fx.Node) -> Iterator[int]:
     for each in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(each, Tensor) and each.layout is torch.strided:
             yield each.untyped_storage()._cdata
+
+
+def _check_reach(node: fx.Node, source: fx.Node, buffer: fx.Node, mark: Buffer, context: CompileContext) -> None:
+    """Strides that a program gives stay in the parameter that they are given to. An offset is one in the whole slot,
+    of which a buffer has the place that it is given when the graph runs."""
+    held = context.named(mark)
+    if len(node.args) > 3 and node.args[3] is not None and not is_allocation(buffer):
+        fail(context, node, f"a view of the {held} is at an offset from the beginning of what their slot is a part of")
+    unit, (begin, _), (start, stop) = context.units[mark.unit], _extent(source, buffer), _extent(node, buffer)
+    places = [_extent(buffer, buffer)]
+    if mark.use is Use.PARAMETERS:
+        size = buffer.meta["val"].itemsize
+        views = (*unit.views, *unit.others)
+        places = [(view.offset * size, (view.offset + view.numel) * size) for view in views]
+    if not any(first <= min(begin, start) and max(begin, stop) <= last for first, last in places):
+        fail(
+            context,
+            node,
+            f"a view of the {held} at byte {begin} reaches from {start} to {stop}, into what is another's",
+        )
+
+
+def _extent(node: fx.Node, buffer: fx.Node) -> tuple[int, int]:
+    """The bytes of a buffer from the first to behind the last one of a view."""
+    value, whole = value_of(node), value_of(buffer)
+    assert value is not None and whole is not None
+    offset = size_hint(value.storage_offset()) * value.itemsize - size_hint(whole.storage_offset()) * whole.itemsize
+    steps = zip(value.shape, value.stride(), strict=True)
+    reach = 1 + sum((size_hint(size) - 1) * size_hint(stride) for size, stride in steps)
+    return offset, offset + (reach if size_hint(value.numel()) else 0) * value.itemsize
