@@ -19,7 +19,7 @@ from .boundary import Binding, flat_input
 from .dbuffer import DBuffer
 from .model import Forward
 from .unshard import unshard
-from .writes import version_of
+from .writes import memory_of, version_of
 
 
 @dataclass
@@ -28,7 +28,12 @@ class _Gathered:
 
     key: tuple[bool | int, ...]
     params: tuple[Tensor, ...]
+    memory: int
     version: int
+
+    def written_to(self) -> bool:
+        """Whether a parameter was, or given other memory (``weight.data = ...``), as PyTorch tells."""
+        return version_of(self.params[0]) != self.version or any(memory_of(p) != self.memory for p in self.params)
 
 
 _open: dict[DBuffer, _Gathered | None] = {}
@@ -94,12 +99,12 @@ def _gather(buffer: DBuffer) -> _Gathered:
     # What is made in inference mode counts no writes.
     with torch.inference_mode(False), torch.set_grad_enabled(grads):
         params = unshard(flat, buffer.reductions_handle, views, buffer.comm(buffer.number), found=found)
-    return _Gathered(_key(buffer), params, version_of(params[0]))
+    return _Gathered(_key(buffer), params, memory_of(params[0]), version_of(params[0]))
 
 
 def _check_unwritten(buffer: DBuffer, gathered: _Gathered | None) -> None:
     """A gathered parameter is a copy: writing to it in a forward would be lost without a word."""
-    if gathered is not None and version_of(gathered.params[0]) != gathered.version:
+    if gathered is not None and gathered.written_to():
         raise RuntimeError(
             f"[rank {buffer.rank}] {buffer.name}: a parameter of this unit was written to inside forward. "
             "There it is a gathered copy, and the write would be lost: write to the sharded parameter outside "

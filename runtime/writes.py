@@ -24,7 +24,7 @@ class Watch:
     def __init__(self, shards: Sequence[Tensor], when: str) -> None:
         self._when = when
         self._shards, self._versions = shards, [version_of(shard) for shard in shards]
-        self._memory = {_memory_of(shard) for shard in shards}
+        self._memory = {memory_of(shard) for shard in shards}
         self._written = False
         _watching.add(self)
 
@@ -42,7 +42,7 @@ class Watch:
         return self._written
 
     def see(self, written: Iterable[Tensor]) -> None:
-        self._written = self._written or any(_memory_of(each) in self._memory for each in written)
+        self._written = self._written or any(memory_of(each) in self._memory for each in written)
 
 
 _watching: WeakSet[Watch] = WeakSet()
@@ -64,5 +64,5 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _memory_of(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
