@@ -36,6 +36,10 @@ class _Gathered:
         return version_of(self.params[0]) != self.version or any(memory_of(p) != self.memory for p in self.params)
 
 
+_NO_MARKS = ("_vescale_", "_is_param", "_dynamo_")
+"""Beginnings of attributes of a sharded parameter that a gathered one does not have: ours, and what Dynamo would take
+for an input that stays where it is in memory."""
+
 _open: dict[DBuffer, _Gathered | None] = {}
 _running: list[list[DBuffer]] = []
 """What each running module has opened, the innermost one's last."""
@@ -99,6 +103,8 @@ def _gather(buffer: DBuffer) -> _Gathered:
     # What is made in inference mode counts no writes.
     with torch.inference_mode(False), torch.set_grad_enabled(grads):
         params = unshard(flat, buffer.reductions_handle, views, buffer.comm(buffer.number), found=found)
+    for param, shard in zip(params, buffer.params, strict=True):
+        vars(param).update((name, mark) for name, mark in vars(shard).items() if not name.startswith(_NO_MARKS))
     return _Gathered(_key(buffer), params, memory_of(params[0]), version_of(params[0]))
 
 

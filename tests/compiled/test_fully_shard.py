@@ -58,6 +58,25 @@ def test_tied_parameters_stay_one_parameter():
     assert sum(slot.shape == (11, 13) for buffer in buffers_in(model) for slot in buffer.slots) == 1
 
 
+class Gains(nn.Module):
+    """Computes with what was noted at its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+        self.w.gain = 2.0
+
+    def forward(self) -> float:
+        return getattr(self.w, "gain", 1.0) + getattr(self.w, "shift", 0.0)
+
+
+@on_ranks(2)
+def test_what_was_noted_at_a_parameter_is_read_in_a_forward():
+    model = vc.fully_shard(Gains())
+    model.w.shift = 0.5
+    assert model() == 2.5
+
+
 @on_ranks(2)
 def test_ignored_parameters_stay_as_they_are():
     model = models.build(models.Uneven)
