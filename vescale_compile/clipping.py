@@ -26,7 +26,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     one number; over a 2-D mesh two.
 
     Args:
-        parameters: from ``fully_shard``, or whole ones, whose gradients are taken to be equal on all ranks.
+        parameters: from ``fully_shard``, or whole ones, whose gradients are taken to be equal on all ranks. Experts
+            that no ``fully_shard`` call was around, of a module with parameters of all ranks, are given together with
+            such parameters: alone, nothing says that other ranks have others, and theirs don't count.
         max_norm: the largest norm that is left as it is.
         norm_type: the order of the norm, larger than 0; ``float("inf")`` for the largest element.
 

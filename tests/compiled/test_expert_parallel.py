@@ -229,6 +229,35 @@ def test_a_grad_scaler_refuses_experts_of_a_dtype_of_their_own(step):
         scaler.step(optimizer)
 
 
+def sharded_apart(dtype: torch.dtype) -> list[nn.Parameter]:
+    """With gradients: of what all ranks train, then of experts of this rank, with no call around both."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "same experts"))
+    rest, experts = nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype)
+    vc.fully_shard(experts, mesh=mesh["same experts"])
+    vc.fully_shard(rest)
+    params = [*rest.parameters(), *experts.parameters()]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params
+
+
+@pytest.mark.parametrize(("dtype", "foreach"), [(torch.float32, False), (torch.bfloat16, None), (torch.float32, None)])
+@pytest.mark.parametrize("step", [1, -1])
+@on_ranks(2)
+def test_experts_sharded_apart_from_the_rest_are_refused_together_with_it(dtype, foreach, step):
+    """Though PyTorch asks for them one by one, or for those of each dtype."""
+    params = sharded_apart(dtype)[::step]
+    optimizer, scaler = models.sgd(params), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    asked = [lambda: clip_grad_norm_(params, 0.1, foreach=foreach), lambda: scaler.step(optimizer)]
+    for ask in asked:
+        with pytest.raises(RaggedShardError, match=r"tensors that other ranks have others of"):
+            ask()
+    assert all(param.grad.to_local().eq(1).all() for param in params)
+    torch.testing.assert_close(clip_grad_norm_(params[::step][:2], 9.0, foreach=foreach), torch.tensor(20.0).sqrt())
+    torch.testing.assert_close(vc.clip_grad_norm_(params, 9.0), torch.tensor(60.0).sqrt())
+
+
 @on_ranks(4)
 def test_an_optimizer_that_tells_all_ranks_of_a_gradient_is_for_those_of_one_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))

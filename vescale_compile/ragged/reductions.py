@@ -3,6 +3,7 @@ all-reduce each, of lists by one for each mesh."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from vescale_compile.ragged.local import (
     with_defaults,
 )
 from vescale_compile.runtime.life import ranks_of
+from vescale_compile.torch_internals.pieces import asked_for_together
 
 
 def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -185,7 +187,8 @@ def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tens
 
     Raises:
         RaggedShardError: they are not all of the same ranks, or other ranks have others of one; or placed otherwise.
-            Of one alone, too: PyTorch asks for those of each dtype by themselves, or one by one, and adds up.
+            Of one alone, too: PyTorch asks for those of each dtype by themselves, or one by one, and adds up. What
+            it asks for so, by functions known to do it, is looked at together.
     """
     found: dict[DeviceMesh, list[int]] = {}
     trained_by: set[DeviceMesh] = set()
@@ -199,9 +202,22 @@ def _by_mesh(func: OpOverload, like: RaggedDTensor, tensors: Sequence[torch.Tens
         trained_by.add(whole_mesh(tensor))
         if spread_mesh(tensor) is not None:
             _refuse_spread(func, tensor)
+    trained_by.update(_others_trained_by(tensors))
     if len(trained_by) > 1 and len({tuple(ranks_of(mesh)) for mesh in trained_by}) > 1:
         _refuse_spread(func, like)
     return found
+
+
+def _others_trained_by(tensors: Sequence[torch.Tensor]) -> set[DeviceMesh]:
+    """Who trains what PyTorch asks for together with these tensors, if it asks piece by piece. Where it asks for each
+    alone, that is said of the first: of each it would take long for many."""
+    together = asked_for_together(inspect.currentframe())
+    if len(together) <= len(tensors):
+        return set()
+    first = next((each for each in together if isinstance(each, RaggedDTensor)), None)
+    if len(tensors) == 1 and tensors[0] is not first:
+        return set()
+    return {whole_mesh(each) for each in together if isinstance(each, DTensor) and not is_replicated(each)}
 
 
 def _refuse_spread(func: OpOverload, tensor: DTensor) -> NoReturn:

@@ -9,6 +9,7 @@
 - :mod:`.inductor_order`   an order of nodes that it keeps
 - :mod:`.inductor_reads`   what its kernels may read, and when
 - :mod:`.checkpoint`       how torch.distributed.checkpoint checks a plan
+- :mod:`.pieces`           what is asked for piece by piece, and added up
 
 ``ragged/dtensor.py`` names those that a subclass of DTensor needs, ``warm_start.py`` those of AOTAutograd's cache. Each
 entry says why no public name does. When a PyTorch release breaks something, it breaks here.
