@@ -18,7 +18,13 @@ from .runtime.life import ranks_of
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """Scales gradients down to a total norm, as ``torch.nn.utils.clip_grad_norm_`` does, which refuses parameters that
     other ranks have others of: experts that a program spreads over ranks. Theirs count here on every rank.
 
@@ -31,6 +37,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
             such parameters: alone, nothing says that other ranks have others, and theirs don't count.
         max_norm: the largest norm that is left as it is.
         norm_type: the order of the norm, larger than 0; ``float("inf")`` for the largest element.
+        error_if_nonfinite: whether a norm with NaN or infinity raises, on every rank, before anything has changed. The
+            CPU then waits for it.
+        foreach: whether gradients are scaled together, or one by one; None for together where they can be.
 
     Returns:
         The total norm before, equal on all ranks: 0-dim, in single precision or that of the parameters, if higher.
@@ -38,6 +47,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     Raises:
         ValueError: another order; or no parameter's mesh, nor that of the model, has all ranks of the others'.
         TypeError: a DTensor that is not from ``fully_shard``.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     order = float(norm_type)
@@ -45,12 +55,18 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         raise ValueError(f"clip_grad_norm_: norm_type is {norm_type}; it must be larger than 0, or inf")
     everyone = _everyone(params)
     if everyone is None:
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, order)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, order, error_if_nonfinite, foreach)
     gradients = [(param, param.grad) for param in params if param.grad is not None]
     norm = total_norm(gradients, order, everyone, params[0].device)
     kinds = (param.dtype.to_real() for param in params)
     norm = norm.to(functools.reduce(torch.promote_types, kinds, torch.float32))
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] The total norm of order {order} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
     return norm
 
 

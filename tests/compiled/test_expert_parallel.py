@@ -1,6 +1,7 @@
 """Experts that are spread over ranks by the program itself, and sharded among the ranks that hold the same ones."""
 
 from pathlib import Path
+from unittest import mock
 
 import models
 import pytest
@@ -186,6 +187,28 @@ def test_ranks_whose_experts_have_no_gradients_count_those_of_others():
     rest = sum(param.numel() for param in model.parameters()) - experts
     norm = vc.clip_grad_norm_(model.parameters(), 0.1)
     torch.testing.assert_close(norm, torch.tensor(float(experts + rest)).sqrt())
+
+
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_every_rank_if_told_to():
+    params = sharded_apart(torch.float32)
+    if dist.get_rank() == 1:
+        params[-1].grad.fill_(torch.nan)  # of an expert, which no other rank has
+    with pytest.raises(RuntimeError, match=rf"\[rank {dist.get_rank()}\] The total norm of order 2.0 .* is non-finite"):
+        vc.clip_grad_norm_(params, 0.1, error_if_nonfinite=True)
+    assert params[0].grad.to_local().eq(1).all()
+    assert vc.clip_grad_norm_(params, 0.1).isnan()
+
+
+@pytest.mark.parametrize(("foreach", "calls"), [(None, 1), (True, 1), (False, 0)])
+@on_ranks(2)
+def test_gradients_are_scaled_together_or_one_by_one(foreach, calls):
+    params = sharded_apart(torch.float32)
+    with mock.patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as together:
+        norm = vc.clip_grad_norm_(params, 1.0, foreach=foreach)
+    assert together.call_count == calls
+    scaled = params[0].grad.to_local()
+    torch.testing.assert_close(scaled * norm, torch.ones_like(scaled))
 
 
 @each_layout
