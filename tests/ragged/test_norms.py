@@ -201,6 +201,14 @@ def test_the_largest_and_the_smallest_element(dtype: torch.dtype) -> None:
 
 
 @on_ranks(2)
+def test_complex_numbers_have_no_largest_and_no_smallest_element() -> None:
+    ragged = place(tensors(torch.complex64)[0])
+    for reduce in (ragged.max, ragged.min):
+        with pytest.raises(RaggedShardError, match="complex numbers have no order"):
+            reduce()
+
+
+@on_ranks(2)
 def test_reductions_of_some_dimensions_are_refused() -> None:
     ragged = place(tensors()[0])
     for reduce in (ragged.sum, ragged.any, ragged.all, ragged.mean):

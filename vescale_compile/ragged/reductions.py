@@ -98,6 +98,8 @@ def extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """``tensor.max()`` and ``tensor.min()`` over the whole tensor; NaN where an element is."""
     tensor: RaggedDTensor = args[0]
     _check_no_gradient(func, tensor)
+    if tensor.is_complex():
+        refuse(func, tensor, "complex numbers have no order")
     floats, is_max = tensor.dtype.is_floating_point, func is torch.ops.aten.max.default
     local = tensor._local_tensor.to(torch.float32 if _is_short_float(tensor.dtype) else tensor.dtype)
     local = local if floats else local.to(torch.int64)
