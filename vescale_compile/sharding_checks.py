@@ -121,6 +121,12 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
                 )
         elif isinstance(param, torch.distributed.tensor.DTensor):
             raise ValueError(f"{where}is a DTensor ({param.placements}) already; shard plain parameters")
+        elif _has_operations_of_its_own(param):
+            raise ValueError(
+                f"{where}is a {type(param).__name__}, whose operations are its own, as those of quantized weights are; "
+                "its shards would be plain tensors of what it stands for. Pass it in ignored_params, or shard a plain "
+                "tensor in its place"
+            )
         elif not param.is_meta and param.device.type != mesh.shard.device_type:
             raise ValueError(f"{where}is on {param.device}, the mesh on {mesh.shard.device_type}: move one of them")
         elif param.is_complex() and mesh.device_type != "cpu":
@@ -132,6 +138,17 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
             raise ValueError(f"{where}of shape {tuple(param.shape)} has no elements: pass it in ignored_params")
         else:
             _check_nothing_is_lost(param, where)
+
+
+def _has_operations_of_its_own(param: nn.Parameter) -> bool:
+    """Whether its class says what PyTorch's operations do with it; that of one still to be made refuses them."""
+    if nn.parameter.is_lazy(param):
+        return False
+    functions, *usual = (
+        getattr(kind.__torch_function__, "__func__", kind.__torch_function__)  # of a class method
+        for kind in (type(param), Tensor, nn.Parameter)
+    )
+    return functions not in usual or type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _check_nothing_is_lost(param: nn.Parameter, where: str) -> None:

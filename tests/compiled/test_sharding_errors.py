@@ -7,9 +7,11 @@ from ranks import fake_world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 import vescale_compile as vc
 from vescale_compile.mesh import simulated_on
+from vescale_compile.ragged.dtensor import RaggedDTensor
 
 
 def small() -> nn.Module:
@@ -108,6 +110,61 @@ def test_without_a_process_group():
 def test_errors_say_what_to_do(make, error, message):
     with fake_world(4), pytest.raises(error, match=message):
         make()
+
+
+class Codes(torch.Tensor):
+    """8-bit codes, read times a scale, as quantized weights are."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> "Codes":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        args, kwargs = pytree.tree_map_only(cls, lambda each: each.codes * 0.5, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Overriding(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Named(nn.Parameter):
+    """Of a library, say: with attributes of its own."""
+
+
+class Plain(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "param",
+    [nn.Parameter(Codes(torch.ones(4, 4, dtype=torch.int8)), requires_grad=False), Overriding(torch.ones(4, 4))],
+    ids=["dispatch", "function"],
+)
+def test_parameters_with_operations_of_their_own_are_refused(param):
+    model = small()
+    model[1].weight = param
+    with fake_world(4):
+        with pytest.raises(ValueError, match=rf"\[rank 0\] .*'1.weight' is a {type(param).__name__}, .*ignored_params"):
+            vc.fully_shard(model)
+        vc.fully_shard(model, ignored_params={param})
+        assert model[1].weight is param
+
+
+def test_parameters_of_subclasses_without_operations_of_their_own_are_sharded():
+    model = nn.ParameterList([Named(torch.ones(4)), nn.Parameter(torch.ones(4).as_subclass(Plain))])
+    assert [type(param) for param in model] == [Named, Plain]
+    with fake_world(4):
+        vc.fully_shard(model)
+        assert all(isinstance(param, RaggedDTensor) for param in model.parameters())
 
 
 def test_complex_parameters_are_refused_on_gpus():
