@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,15 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
-from vescale_compile.cost import averaged_over_replicas, collective_cost
+from vescale_compile.cost import Cluster, averaged_over_replicas, collective_cost
 from vescale_compile.passes import tasks
 from vescale_compile.passes.context import Part
+from vescale_compile.report import GraphReport
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
+
+
+one_layer = functools.partial(models.Uneven, 1)
 
 
 def layers_over_all(model: nn.Module, **options: Any) -> nn.Module:
@@ -46,20 +51,18 @@ def layers_over_two(model: nn.Module) -> nn.Module:
     return vc.fully_shard(model)
 
 
-@pytest.mark.parametrize("shard", [layers_over_all, layers_over_two])
-@pytest.mark.parametrize("lowering", ["eager", None])
+@pytest.mark.parametrize(("lowering", "shard"), [("eager", layers_over_all), (None, layers_over_two)])
 @on_ranks(4)
 def test_training_is_that_of_the_unsharded_model(lowering, shard):
-    backend = "aot_eager" if lowering else None
-    assert_trained_as_the_unsharded_model(stepped(lowering, shard), backend)
+    assert_trained_as_the_unsharded_model(stepped(lowering, shard), None)
 
 
 @on_ranks(4, deadline_s=300)
 def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
     torch._dynamo.reset()
-    build, data = functools.partial(models.Uneven, 1), models.batches(3, 11)
-    reference, expected = models.train_unsharded(build, data)
-    model = layers_over_two(models.build(build))
+    data = models.batches(3, 11)
+    reference, expected = models.train_unsharded(one_layer, data, backend=None)
+    model = layers_over_two(models.build(one_layer))
     losses = models.train(torch.compile(model, backend="vescale"), model.parameters(), data)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert models.largest_difference(model, reference) < 1e-5
@@ -68,9 +71,9 @@ def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
 @on_ranks(4)
 def test_layers_that_take_turns_with_others_over_another_mesh_are_compiled_one_by_one():
     torch._dynamo.reset()
-    data = models.batches(4, 11)
-    reference, expected = models.train_unsharded(models.deep, data)
-    model = models.build(models.deep)
+    build, data = functools.partial(models.Uneven, 3), models.batches(3, 11)
+    reference, expected = models.train_unsharded(build, data, backend=None)
+    model = models.build(build)
     for index, layer in enumerate(model.layers):
         vc.fully_shard(layer, mesh=mesh_of(2, 2) if index % 2 else None)
     vc.fully_shard(model)
@@ -143,42 +146,41 @@ def test_adamw8bit_steps_over_all_meshes():
         torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach().full_tensor(), rtol=0, atol=1e-4)
 
 
+def explained(
+    shard: Callable[[nn.Module], nn.Module], cluster: Cluster, build: models.Model = one_layer
+) -> GraphReport:
+    torch._dynamo.reset()
+    with fake_world(4):
+        model, data = shard(models.build(build)), models.batches(1, 11, rank=0)[0]
+        (graph,) = vc.explain(model, *data, options={"lowering": "eager", "cluster": cluster}).graphs
+    return graph
+
+
 @pytest.mark.parametrize(("shard", "beside"), [(layers_over_all, False), (over_nodes, True)])
 def test_averages_are_predicted_to_go_beside_what_stays_within_nodes_alone(shard, beside, monkeypatch):
-    torch._dynamo.reset()
     asked = []
     monkeypatch.setattr(
         tasks, "averaged_over_replicas", lambda *args, **how: asked.append(how) or averaged_over_replicas(*args, **how)
     )
-    with fake_world(4):
-        model = shard(models.build(models.Uneven))
-        cluster = replace(models.H100, ranks_per_node=2)
-        vc.explain(model, *models.batches(1, 11, rank=0)[0], options={"lowering": "eager", "cluster": cluster})
+    explained(shard, replace(models.H100, ranks_per_node=2))
     assert asked and all(how == {"beside": beside} for how in asked)
 
 
 def test_a_report_says_how_many_ranks_each_unit_is_sharded_over():
-    torch._dynamo.reset()
-    with fake_world(4):
-        model = layers_over_all(models.build(models.Uneven))
-        report = vc.explain(model, *models.batches(1, 11, rank=0)[0], options={"lowering": "eager"})
-    assert {unit.name: (unit.replicas, unit.ranks) for unit in report.graphs[0].units} == {
-        "(root)": (2, 2),
-        "layers.0": (1, 4),
-        "layers.1": (1, 4),
-    }
+    report = explained(layers_over_all, models.H100)
+    assert {unit.name: (unit.replicas, unit.ranks) for unit in report.units} == {"(root)": (2, 2), "layers.0": (1, 4)}
     assert re.search(r"^\(root\) +3 +2 x 2 .*\nlayers\.0 +4 +4 ", str(report), re.MULTILINE)
 
 
-def test_gathers_among_ranks_of_several_nodes_are_predicted_to_go_between_them():
-    torch._dynamo.reset()
-    h100, tokens = models.H100, models.batches(1, 64, rank=0)[0]
+@pytest.mark.parametrize(("dimension", "stride"), [("apart", 2), ("together", 1)])
+def test_gathers_among_ranks_of_several_nodes_are_predicted_to_go_between_them(dimension, stride):
+    h100 = models.H100
     nodes = replace(h100, ranks_per_node=2, between=replace(h100.within, bandwidth=1e6))
-    with fake_world(4):
+
+    def over_half(model: nn.Module) -> nn.Module:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "together"))
-        for name, stride in (("apart", 2), ("together", 1)):
-            model = vc.fully_shard(models.build(models.one_layer_llama), mesh=mesh[name])
-            (graph,) = vc.explain(model, *tokens, options={"cluster": nodes, "lowering": "eager"}).graphs
-            group = nodes.of(2, stride=stride)
-            costs = [collective_cost(group, "all_gather", unit.gathered_bytes).seconds for unit in graph.units]
-            assert graph.parts[Part.FORWARD].prediction.communication == pytest.approx(sum(costs))
+        return vc.fully_shard(model, mesh=mesh[dimension])
+
+    graph, group = explained(over_half, nodes, models.one_layer_llama), nodes.of(2, stride=stride)
+    costs = [collective_cost(group, "all_gather", unit.gathered_bytes).seconds for unit in graph.units]
+    assert graph.parts[Part.FORWARD].prediction.communication == pytest.approx(sum(costs))
