@@ -83,7 +83,7 @@ class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [(16, 8), (16, 16), (8, 16)]
-        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in sizes]) for _ in range(12))
+        self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in sizes]) for _ in range(6))
 
     def forward(self, start: Tensor) -> Tensor:
         (first, _, _), *layers, (_, weight, last) = self.layers
