@@ -244,7 +244,7 @@ def test_a_closure_gives_the_loss() -> None:
 @on_ranks(2)
 def test_a_compiled_sharded_model_learns_as_the_unsharded_one() -> None:
     torch.manual_seed(0)
-    plain = Llama(LlamaConfig(vocab_size=32, dim=16, layers=2, heads=2, kv_heads=1))
+    plain = Llama(LlamaConfig(vocab_size=32, dim=16, layers=1, heads=2, kv_heads=1))
     sharded = vc.fully_shard(copy.deepcopy(plain), granularity=Muon.granularity)
     backends: dict[nn.Module, dict[str, Any]] = {
         plain: {"backend": "aot_eager"},
