@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .ragged.dtensor import RaggedDTensor
@@ -114,6 +115,8 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
         body["copy"] = _copy_or_dict(original.copy)
     if (said := _said_dtype(original)) is not None:
         body["dtype"] = said.getter(_dtype_as_read(said))
+    if "state_dict" in _arguments_of(getattr(original, "save_pretrained", None)):
+        body["save_pretrained"] = _only_whole(original.save_pretrained)  # type: ignore[attr-defined]
     return type(original.__name__, (ShardedModule, original), body)
 
 
@@ -174,6 +177,29 @@ def _copy_or_dict(copy: Callable[..., Any]) -> Callable[..., Any]:
 
 def _leave_in_place(rnn: nn.RNNBase) -> None:
     """In the place of ``flatten_parameters``, which would move gathered weights to memory of cuDNN's."""
+
+
+def _arguments_of(method: object) -> Iterable[str]:
+    return inspect.signature(method).parameters if callable(method) else ()
+
+
+def _only_whole(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Hugging Face's ``save_pretrained`` takes shards for weights that are tied wrongly, and names a cure of that."""
+
+    @functools.wraps(save)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(save).bind(module, *args, **kwargs).arguments.get("state_dict")
+        state: Mapping[str, object] = module.state_dict() if given is None else given
+        sharded = next((name for name, value in state.items() if isinstance(value, RaggedDTensor)), None)
+        if sharded is not None:
+            raise RuntimeError(
+                f"[rank {dist.get_rank()}] save_pretrained of {type(module).__name__}: parameter {sharded!r} is "
+                "sharded. Pass whole ones, of torch.distributed.checkpoint.state_dict, called on all ranks: state_dict="
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
+            )
+        return save(module, *args, **kwargs)
+
+    return run
 
 
 def _dtype_as_read(said: property) -> Callable[[ShardedModule], torch.dtype]:

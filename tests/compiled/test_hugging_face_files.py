@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import (
     CheckpointException,
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import vescale_compile as vc
@@ -85,3 +85,24 @@ def test_what_such_files_would_lose_is_refused_on_every_rank(granularity, option
         dcp.save(get_model_state_dict(model), storage_writer=writer)
     assert not list(tmp_path.glob("**/*.safetensors"))
     dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "by another writer")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(2)
+def test_a_model_saves_itself_whole_or_not_at_all(tied: bool, tmp_path: Path) -> None:
+    model = vc.fully_shard(whole(tied))
+    message = (
+        rf"\[rank {dist.get_rank()}\] save_pretrained of LlamaForCausalLM: .*'model.embed_tokens.weight' is sharded"
+    )
+    for state in ({}, {"state_dict": model.state_dict()}):
+        with pytest.raises(RuntimeError, match=message + r".*state_dict=get_model_state_dict\(model, options"):
+            model.save_pretrained(tmp_path, **state)
+    assert not list(tmp_path.iterdir())
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    model.save_pretrained(tmp_path, state_dict=state)
+    if dist.get_rank() == 0:
+        save_file(state, tmp_path / "by itself")
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, value in whole(tied).state_dict().items():
+        assert torch.equal(saved[name], value), name
