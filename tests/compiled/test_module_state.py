@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
+from vescale_compile.ragged.placement import RaggedShardError
 from vescale_compile.runtime import agreement
 from vescale_compile.sharded_module import buffers_in
 
@@ -288,6 +289,24 @@ def test_an_optimizer_built_before_is_refused_at_its_first_step():
     vc.fully_shard(model)
     model(*models.batches(1, 11)[0]).backward()
     with pytest.raises(RuntimeError, match=rf"\[rank {dist.get_rank()}\] AdamW: 11 of its 11 .* after fully_shard"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("form", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+@on_ranks(2)
+def test_the_state_of_an_optimizer_of_whole_parameters_is_refused_at_the_first_step(form):
+    model, whole = (models.build(models.Uneven) for _ in range(2))
+    loaded = torch.optim.AdamW(whole.parameters(), **form)
+    whole(*models.batches(1, 11)[0]).backward()
+    loaded.step()
+    optimizer = torch.optim.AdamW(vc.fully_shard(model).parameters(), **form)
+    optimizer.load_state_dict(loaded.state_dict())
+    model(*models.batches(1, 11)[0]).backward()
+    first = next(name for name, _ in whole.named_parameters())
+    message = (
+        rf"rank \d of 2.* AdamW has a whole tensor as state 'exp_avg' of .*\({first}, .*set_optimizer_state_dict\)$"
+    )
+    with pytest.raises(RaggedShardError, match=message):
         optimizer.step()
 
 

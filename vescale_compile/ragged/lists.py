@@ -139,7 +139,8 @@ def _element(
             item.share_mesh(anchor)  # of a loaded state: to compare their ranks once is enough
         return item
     if written:
-        refuse(func, like, f"it would write to {item!r}, which is placed otherwise; redistribute it")
+        found = f"{item!r}, which is" if isinstance(item, DTensor) else f"a plain tensor of shape {tuple(item.shape)},"
+        refuse(func, like, f"it would write to {found} placed otherwise; redistribute it")
     return scalar_operand(func, like, item)
 
 

@@ -34,6 +34,8 @@ def _way_out(frame: FrameType | None) -> str:
                 f"{type(asking).__name__} looks at more of a parameter than single elements, and a rank has a shard. "
                 "Take an optimizer that doesn't (AdamW, SGD and most of torch.optim), or one of vescale_compile.optim"
             )
+        if isinstance(asking, torch.optim.Optimizer) and (found := _whole_in(asking)):
+            return found
         if isinstance(asking, nn.parallel.DistributedDataParallel):
             return "Leave out DistributedDataParallel: gradients are averaged without it"
         frame = frame.f_back
@@ -44,6 +46,25 @@ def _way_out(frame: FrameType | None) -> str:
         "named_parameters() or _parameters give it. To save a model: torch.distributed.checkpoint, or, on every rank, "
         "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))."
     )
+
+
+def _whole_in(optimizer: torch.optim.Optimizer) -> str:
+    """What to do of the first whole state of a sharded parameter; empty if there is none."""
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(param, RaggedDTensor) and _is_whole(value, param):
+                return (
+                    f"{type(optimizer).__name__} has a whole tensor as state {key!r} of {param!r}: load_state_dict "
+                    "took it from an optimizer of parameters that are not sharded. Load optimizer states by "
+                    "torch.distributed.checkpoint (get_optimizer_state_dict, load, set_optimizer_state_dict)"
+                )
+    return ""
+
+
+def _is_whole(value: object, like: RaggedDTensor) -> bool:
+    """Whether it is a plain tensor that has the elements of all ranks."""
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return plain and value.ndim > 0 and value.shape == like.shape
 
 
 def first_ragged(args: Sequence[Any], kwargs: dict[str, Any]) -> RaggedDTensor:
