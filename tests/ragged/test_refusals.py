@@ -154,9 +154,22 @@ def test_the_error_is_a_not_implemented_error() -> None:
 
 
 @on_ranks(2)
-def test_where_whole_tensors_are_placed_is_said_in_full():
-    with pytest.raises(RaggedShardError, match=r"vescale_compile\.ragged\.redistribute\.distribute_ragged places"):
-        shard(torch.ones(4, 3), LAYOUT) + torch.ones(4, 3)
+def test_how_to_shard_a_whole_tensor_alike_is_said():
+    ragged, whole = shard(torch.ones(4, 3), LAYOUT), torch.ones(4, 3)
+    with pytest.raises(RaggedShardError, match=r"rank \d of 2.*\(4, 3\).*torch\.zeros_like\(param\)\.copy_\(whole\)"):
+        ragged + whole
+    assert torch.equal((ragged + torch.zeros_like(ragged).copy_(whole)).full_tensor(), whole + whole)
+
+
+@on_ranks(2)
+def test_a_whole_gradient_that_was_set_is_refused_in_the_next_backward():
+    param = nn.Parameter(shard(torch.ones(4, 3), LAYOUT))
+    param.grad = torch.ones(4, 3)
+    with pytest.raises(RaggedShardError, match=r"rank \d of 2.*A gradient that is set.* sharded like their parameter"):
+        (param * 2).to_local().sum().backward()
+    param.grad = torch.zeros_like(param).copy_(torch.ones(4, 3))
+    (param * 2).to_local().sum().backward()
+    assert torch.equal(param.grad.full_tensor(), torch.full((4, 3), 3.0))
 
 
 @on_ranks(2)

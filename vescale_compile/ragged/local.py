@@ -16,17 +16,25 @@ from torch.distributed.tensor import DTensor
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShardError
 
+_USUAL_WAYS_OUT = (
+    "Call .full_tensor() for the whole tensor (on every rank), or .to_local() for this rank's flat shard. In the "
+    "forward of a module given to fully_shard, and in a method given to register_forward_method, a parameter is "
+    "whole where it is read as an attribute of its module (self.linear.weight), and a shard where parameters(), "
+    "named_parameters() or _parameters give it. To save a model: torch.distributed.checkpoint, or, on every rank, "
+    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))."
+)
 
-def refuse(func: OpOverload, tensor: DTensor, reason: str) -> NoReturn:
+
+def refuse(func: OpOverload, tensor: DTensor, reason: str, otherwise: str = _USUAL_WAYS_OUT) -> NoReturn:
     """Raises RaggedShardError, naming the operation, the tensor's global shape, the rank and the ways out."""
-    raise RaggedShardError(f"{func} on {tensor!r}: {reason}. {_way_out(inspect.currentframe())}")
+    raise RaggedShardError(f"{func} on {tensor!r}: {reason}. {_way_out(inspect.currentframe(), otherwise)}")
 
 
 _NOT_ELEMENTWISE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 
-def _way_out(frame: FrameType | None) -> str:
-    """What to do, by who asks for what can't be done."""
+def _way_out(frame: FrameType | None, otherwise: str) -> str:
+    """What to do, by who asks for what can't be done; ``otherwise`` where that is nobody known."""
     while frame is not None:
         asking = frame.f_locals.get("self")
         if isinstance(asking, _NOT_ELEMENTWISE):
@@ -39,13 +47,7 @@ def _way_out(frame: FrameType | None) -> str:
         if isinstance(asking, nn.parallel.DistributedDataParallel):
             return "Leave out DistributedDataParallel: gradients are averaged without it"
         frame = frame.f_back
-    return (
-        "Call .full_tensor() for the whole tensor (on every rank), or .to_local() for this rank's flat shard. In the "
-        "forward of a module given to fully_shard, and in a method given to register_forward_method, a parameter is "
-        "whole where it is read as an attribute of its module (self.linear.weight), and a shard where parameters(), "
-        "named_parameters() or _parameters give it. To save a model: torch.distributed.checkpoint, or, on every rank, "
-        "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))."
-    )
+    return otherwise
 
 
 def _whole_in(optimizer: torch.optim.Optimizer) -> str:
@@ -149,8 +151,14 @@ def scalar_operand(func: OpOverload, like: RaggedDTensor, value: torch.Tensor) -
         return value._local_tensor
     if value.ndim != 0:
         reason = f"the other tensor is a plain one of shape {tuple(value.shape)}; only 0-dim ones mix with shards"
+        if not _is_whole(value, like):
+            refuse(func, like, reason)
         refuse(
-            func, like, f"{reason}, and vescale_compile.ragged.redistribute.distribute_ragged places a whole one alike"
+            func,
+            like,
+            reason,
+            "A gradient that is set, and an optimizer's state, must be sharded like their parameter: on every rank, "
+            "torch.zeros_like(param).copy_(whole). To compute with a parameter as a whole tensor: .full_tensor()",
         )
     return value
 
