@@ -65,8 +65,9 @@ def _whole_in(optimizer: torch.optim.Optimizer) -> str:
 
 def _is_whole(value: object, like: RaggedDTensor) -> bool:
     """Whether it is a plain tensor that has the elements of all ranks."""
-    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    return plain and value.ndim > 0 and value.shape == like.shape
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return value.ndim > 0 and value.shape == like.shape
 
 
 def first_ragged(args: Sequence[Any], kwargs: dict[str, Any]) -> RaggedDTensor:
