@@ -6,6 +6,7 @@ from itertools import permutations
 
 from hypothesis import strategies as st
 
+from vescale_compile.planner import TensorSpec, UnitPlan
 from vescale_compile.planner.layout import Item, place_in_order
 
 
@@ -64,6 +65,25 @@ def published_shard(items: Sequence[Item], world_size: int, alignment: int) -> i
         if high * step < best and place_in_order(order, high * step, world_size * high * step) is not None:
             best = high * step
     return best
+
+
+def check_plan(plan: UnitPlan, unit: Sequence[TensorSpec], world_size: int, alignment_bytes: int) -> None:
+    """Every tensor lies once in one buffer, none over another, no block cut, in aligned shards above their bound."""
+    assert sorted(t.name for b in plan.buffers for t in b.tensors) == sorted(t.name for t in unit)
+    for buffer in plan.buffers:
+        shard = buffer.shard_numel
+        assert shard * buffer.tensors[0].itemsize % alignment_bytes == 0
+        assert buffer.lower_bound <= shard
+        owner = [None] * (world_size * shard)
+        for tensor in buffer.tensors:
+            for element in range(tensor.numel):
+                place = buffer.offsets[tensor.name] + element
+                assert owner[place] is None, "two tensors overlap"
+                owner[place] = (tensor.name, element // tensor.block_numel)
+        for boundary in range(shard, world_size * shard, shard):
+            before, after = owner[boundary - 1], owner[boundary]
+            assert before is None or before != after, "a block is cut"
+        assert buffer.padding_numel == owner.count(None)
 
 
 @st.composite

@@ -1,10 +1,19 @@
 """When a unit becomes several buffers, and what else would help."""
 
-import pytest
+import random
+from contextlib import ExitStack
+from unittest import mock
 
-from vescale_compile.planner import Rows, TensorSpec, plan_unit, remedies
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_references import check_plan
+
+from vescale_compile.planner import Rows, TensorSpec, UnitPlan, Whole, plan_unit, remedies
+from vescale_compile.planner import split as splitting
 from vescale_compile.planner.models import published
 from vescale_compile.planner.split import LEAST_SAVING, LEAST_SAVING_BYTES
+from vescale_compile.planner.unit import plan_content
 
 
 def gpt_oss_layer(*, experts_only: bool) -> list[TensorSpec]:
@@ -43,6 +52,74 @@ def test_a_split_that_saves_few_bytes_is_not_made() -> None:
     plan = plan_unit(unit, 640, alignment_bytes=1)
     assert len(plan.buffers) == 1
     assert (plan.shard_numel - 18) * 2 < LEAST_SAVING_BYTES
+
+
+def matrices(sizes: int, step: int, seed: int) -> list[TensorSpec]:
+    """As many as ``sizes``, their rows in one piece each and as wide as some multiple of ``step``."""
+    rng = random.Random(seed)
+    return [
+        TensorSpec(f"w{i}", (rng.randint(2000, 4000), step * rng.randint(300 // step + 1, 4000 // step)), 4, Rows(1))
+        for i in range(sizes)
+    ]
+
+
+def planned_with(unit: list[TensorSpec], world_size: int, **constants: int) -> UnitPlan:
+    """The plan that other constants of the split give."""
+    with ExitStack() as stack:
+        stack.callback(plan_content.cache_clear)
+        for name, value in constants.items():
+            stack.enter_context(mock.patch.object(splitting, name, value))
+        plan_content.cache_clear()
+        return plan_unit(unit, world_size)
+
+
+def priced(plan: UnitPlan) -> float:
+    """What the split minimizes, relative to a rank's share of the unit, where 16 KiB are less than a per cent."""
+    return plan.shard_numel * plan.buffers[0].world_size / plan.numel + LEAST_SAVING * len(plan.buffers)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("sizes", "step"), [(8, 1), (10, 1), (10, 8), (12, 64), (16, 64), (31, 8)])
+def test_many_sizes_of_blocks_pad_little(sizes: int, step: int, seed: int) -> None:
+    unit = matrices(sizes, step, seed)
+    plan = plan_unit(unit, 64)
+    assert plan.padding_percent < 3.5
+    apart = [plan_unit([t for t in unit if t.block_numel == block], 64) for block in {t.block_numel for t in unit}]
+    assert priced(plan) <= priced(UnitPlan(tuple(buffer for each in apart for buffer in each.buffers)))
+
+
+@pytest.mark.parametrize("step", [1, 8, 64])
+@pytest.mark.parametrize("sizes", [8, 9])
+def test_joined_pairs_lead_to_about_the_best_of_all_partitions(sizes: int, step: int) -> None:
+    for seed in range(3):
+        unit = matrices(sizes, step, seed)
+        assert priced(plan_unit(unit, 64)) <= 1.02 * priced(planned_with(unit, 64, MOST_CLASSES=sizes))
+
+
+def test_blocks_that_suit_one_another_only_by_threes_share_a_buffer() -> None:
+    # Six rows each: one needs S of one row, and any number of them S of three, where each has a place.
+    unit = [TensorSpec(f"w{i}", (6, 100_000 + 4 * i), 4, Rows(1)) for i in range(10)]
+    plan = plan_unit(unit, 64)
+    assert len(plan.buffers) == 1
+    assert plan.shard_numel == pytest.approx(3 * 100_000, rel=0.001)
+
+
+def test_sizes_that_fit_anywhere_are_the_ones_that_are_not_told_apart() -> None:
+    # The vectors' blocks are larger than those of the matrices, but no shard is so small that they must divide it.
+    vectors = [TensorSpec(f"v{i}", (5000 + 3 * i,), 4, Whole()) for i in range(2 * splitting.MOST_SIZES)]
+    plan = plan_unit(matrices(10, 1, seed=0) + vectors, 64)
+    assert plan.padding_percent < 3.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=8, max_size=16), st.integers(2, 9))
+@pytest.mark.parametrize("most_sizes", [6, 64])
+def test_plans_of_many_sizes_place_all_tensors_whole_in_blocks(
+    most_sizes: int, shapes: list[tuple[int, int]], world_size: int
+) -> None:
+    unit = [TensorSpec(f"w{i}", shape, 4, Rows(1)) for i, shape in enumerate(shapes)]
+    plan = planned_with(unit, world_size, MOST_SIZES=most_sizes, MOST_CLASSES=3, LEAST_SAVING_BYTES=1)
+    check_plan(plan, unit, world_size, alignment_bytes=16)
 
 
 def test_experts_of_gpt_oss_on_1024_ranks_hold_nine_blocks_of_128_rows_of_2880() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from vescale_compile.planner.bound import Items
@@ -60,31 +61,34 @@ def greedy_order(kinds: Items, preference: Sequence[Item], shard: int, limit: in
     Args:
         preference: the kinds of items, most preferred first; each has a valid place in such shards.
     """
-    left = dict(kinds)
+    left = OrderedDict((item, kinds[item]) for item in preference if kinds[item])
+    largest_first = sorted(left, reverse=True)
     order: list[Item] = []
     spare = limit - sum(item.numel * count for item, count in kinds.items())
     position = volume = 0
-    remaining = [item for item in preference if left[item]]
-    while remaining:
-        best, best_start = remaining[0], limit + 1
-        for item in remaining:
+
+    def place(item: Item, start: int) -> None:
+        nonlocal position, volume
+        position = start + item.numel
+        volume += item.numel
+        order.append(item)
+        left[item] -= 1
+        if not left[item]:
+            del left[item]
+
+    while left:
+        best, best_start = next(iter(left)), limit + 1
+        for item in left:
             start = earliest_start(position, item, shard)
             assert start is not None
             if start < best_start:
                 best, best_start = item, start
                 if start == position:
                     break
-        for item in sorted(remaining, reverse=True) if best_start > position else ():
-            while left[item] > (item is best) and position + item.numel <= best_start:
-                order.append(item)
-                left[item] -= 1
-                position += item.numel
-                volume += item.numel
+        for item in largest_first if best_start > position else ():
+            while left.get(item, 0) > (item == best) and position + item.numel <= best_start:
+                place(item, position)
         if best_start - volume > spare:
             return None
-        position = best_start + best.numel
-        volume += best.numel
-        order.append(best)
-        left[best] -= 1
-        remaining = [item for item in remaining if left[item]]
+        place(best, best_start)
     return order

@@ -7,12 +7,14 @@ price of one more collective each way.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import combinations
 
-from vescale_compile.planner.bound import Items, shard_lower_bound, split_lower_bound
+from vescale_compile.planner.bound import Items, freedom_threshold, shard_lower_bound, split_lower_bound
 from vescale_compile.planner.layout import Item
 from vescale_compile.planner.search import Found, search
 
@@ -23,8 +25,11 @@ LEAST_SAVING_BYTES = 16 * 1024
 """... and so many bytes for each rank: a step of a ring collective moves no more in the time that it takes to
 start, so a smaller saving costs more in latency than it gains in bandwidth."""
 
+MOST_SIZES = 64
+"""Classes of block sizes at most; a bound is computed for each pair of them, in a second for so many."""
+
 MOST_CLASSES = 7
-"""Block sizes that are told apart; their partitions are enumerated. The smallest ones stay together."""
+"""Classes whose partitions are all enumerated. Of more, pairs are joined until so many are left."""
 
 
 def split(items: Sequence[Item], world_size: int, alignment: int, *, itemsize: int, keep_order: bool) -> list[Found]:
@@ -43,51 +48,89 @@ def split(items: Sequence[Item], world_size: int, alignment: int, *, itemsize: i
         together = lay_out(items)
         if together.shard <= worthwhile:  # no split can save its price
             return [together]
-    blocks = _blocks_by_mask(kinds, alignment)
-    cost = [0] + [
-        shard_lower_bound({i: n for i, n in kinds.items() if i.block in chosen}, world_size, alignment)
-        for chosen in blocks[1:]
-    ]
+    classes = _classes(kinds, alignment)
     found: dict[int, Found] = {}
+
+    def held(mask: int) -> Items:
+        return {item: n for index, each in enumerate(classes) if mask >> index & 1 for item, n in each.items()}
+
+    @cache
+    def bound(mask: int) -> int:
+        return shard_lower_bound(held(mask), world_size, alignment)
+
+    def cost(mask: int) -> int:
+        return found[mask].shard if mask in found else bound(mask)
+
     while True:
-        masks = _cheapest_partition(cost, price)
+        masks = _cheap_partition([1 << index for index in range(len(classes))], cost, price)
         if all(mask in found for mask in masks):
             return [found[mask] for mask in masks]
         for mask in masks:
             if mask not in found:
-                found[mask] = lay_out([item for item in items if item.block in blocks[mask]])
-                cost[mask] = found[mask].shard
+                chosen = held(mask)
+                found[mask] = lay_out([item for item in items if item in chosen])
 
 
-def _blocks_by_mask(kinds: Items, alignment: int) -> list[set[int]]:
-    """For each set of classes, as a bit mask, its block sizes.
+def _classes(kinds: Items, alignment: int) -> list[Items]:
+    """The kinds of each class; a set of classes is a bit mask.
 
     Each block size is a class of its own, the largest first, but for those that divide the alignment: they
-    suit any buffer and are one class. Block sizes beyond ``MOST_CLASSES`` join that one.
+    suit any buffer and are one class. Of more than ``MOST_SIZES``, those join that one whose items are the first to
+    fit as shards grow, whether or not their blocks divide them.
     """
-    sizes = sorted({item.block for item in kinds}, reverse=True)
-    apart = [size for size in sizes if alignment % size][: MOST_CLASSES - 1]
-    rest = set(sizes) - set(apart)
-    classes = [{size} for size in apart] + ([rest] if rest else [])
-    masks: list[set[int]] = [set()]
-    for sizes_of_class in classes:
-        masks += [chosen | sizes_of_class for chosen in masks]
-    return masks
+    freedom: dict[int, int] = {}
+    for item in kinds:
+        if alignment % item.block:
+            freedom[item.block] = max(freedom.get(item.block, 0), freedom_threshold(item))
+    apart = heapq.nlargest(MOST_SIZES - 1, freedom, key=lambda block: (freedom[block], block))
+    classes: dict[int, dict[Item, int]] = {block: {} for block in sorted(apart, reverse=True)}
+    rest: dict[Item, int] = {}
+    for item, count in kinds.items():
+        classes.get(item.block, rest)[item] = count
+    return [each for each in (*classes.values(), rest) if each]
 
 
-def _cheapest_partition(cost: Sequence[int], price: float) -> list[int]:
+Cost = Callable[[int], int]
+"""Elements for each rank in a buffer of the classes in a mask, as far as they are known."""
+
+
+def _cheap_partition(classes: Sequence[int], cost: Cost, price: float) -> list[int]:
+    """Masks of a partition of all classes with little cost and price, the least of up to ``MOST_CLASSES``.
+
+    Of more, the two whose common buffer costs least beyond their own are joined until so many are left. That
+    may cost something, where blocks suit one another only by threes, so each partition on the way is a rival.
+    """
+    rivals = [list(classes)]
+    while len(rivals[-1]) > MOST_CLASSES:
+        rivals.append(_with_a_pair_joined(rivals[-1], cost))
+    rivals.append(_cheapest_partition(rivals[-1], cost, price))
+    return min(reversed(rivals), key=lambda masks: sum(map(cost, masks)) + price * len(masks))
+
+
+def _with_a_pair_joined(masks: Sequence[int], cost: Cost) -> list[int]:
+    first, second = min(
+        combinations(masks, 2), key=lambda pair: cost(pair[0] | pair[1]) - cost(pair[0]) - cost(pair[1])
+    )
+    return [mask | second if mask == first else mask for mask in masks if mask != second]
+
+
+def _cheapest_partition(classes: Sequence[int], cost: Cost, price: float) -> list[int]:
     """The masks of a partition of all classes with the least sum of cost and price; dynamic over subsets."""
+    unions = [0]
+    for each in classes:
+        unions += [union | each for union in unions]
+    costs = [0, *map(cost, unions[1:])]
     best: list[tuple[float, tuple[int, ...]]] = [(-price, ())]
-    for mask in range(1, len(cost)):
+    for mask in range(1, len(costs)):
         first = mask & -mask
         rest = mask ^ first
         candidate: tuple[float, tuple[int, ...]] = (math.inf, ())
         part = rest
         while True:
             total, others = best[rest ^ part]
-            candidate = min(candidate, (total + cost[part | first] + price, (part | first, *others)))
+            candidate = min(candidate, (total + costs[part | first] + price, (part | first, *others)))
             if not part:
                 break
             part = (part - 1) & rest
         best.append(candidate)
-    return list(best[-1][1])
+    return [unions[mask] for mask in best[-1][1]]
