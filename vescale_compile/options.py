@@ -43,7 +43,7 @@ class Options:
 
     lowering: str = "inductor"
     deadline: float = DEADLINE_S
-    memory_budget: int | str | None = None
+    memory_budget: float | str | None = None
     cluster: str | Cluster | None = None
     registered_memory: bool = False
 
@@ -58,7 +58,8 @@ class Options:
             raise ValueError(f"vescale option cluster={self.cluster!r}: give a Cluster, a preset's name or a file")
         if self.memory_budget is not None and self._share is None and not self._bytes:
             raise ValueError(
-                f"vescale option memory_budget={self.memory_budget!r}: give bytes, or a text such as '40GB' or '90%'"
+                f"vescale option memory_budget={self.memory_budget!r}: give a whole number of bytes, or a text such as "
+                "'40GB' or '90%'"
             )
         if not isinstance(self.registered_memory, bool):
             raise ValueError(f"vescale option registered_memory={self.registered_memory!r}: give True or False")
@@ -98,6 +99,8 @@ class Options:
         given = self.memory_budget
         if isinstance(given, str):
             return bytes_in(given) or None
+        if type(given) is float and given.is_integer():
+            given = int(given)
         return given if type(given) is int and given > 0 else None
 
 

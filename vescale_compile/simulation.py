@@ -150,7 +150,7 @@ def simulate(
     *args: Any,
     cluster: str | Cluster,
     world_size: int,
-    memory_budget: int | str | None = None,
+    memory_budget: float | str | None = None,
     shard: Callable[[nn.Module], object] = fully_shard,
     optimizer: OptimizerCost = OPTIMIZERS["adamw"],
     on_graph: Callable[[fx.Graph], None] | None = None,

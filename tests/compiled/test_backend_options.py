@@ -6,6 +6,8 @@ from ranks import on_ranks
 from torch import nn
 
 import vescale_compile as vc
+from vescale_compile.cost import DEVICES
+from vescale_compile.options import Options
 
 
 def test_an_option_that_does_not_exist_is_refused():
@@ -25,13 +27,23 @@ def test_a_mode_is_refused():
         ({"deadline": float("inf")}, "deadline=inf: give a number of seconds above 0 and below"),
         ({"deadline": float("nan")}, "deadline=nan: give a number"),
         ({"deadline": True}, "deadline=True: give a number"),
-        ({"memory_budget": "0GB"}, "memory_budget='0GB': give bytes"),
-        ({"memory_budget": "101%"}, "memory_budget='101%': give bytes, or a text such as '40GB' or '90%'"),
+        ({"memory_budget": "0GB"}, "memory_budget='0GB': give a whole number of bytes"),
+        ({"memory_budget": 0.5}, "memory_budget=0.5: give a whole number of bytes"),
+        ({"memory_budget": float("inf")}, "memory_budget=inf: give a whole number of bytes"),
+        (
+            {"memory_budget": "101%"},
+            "memory_budget='101%': give a whole number of bytes, or a text such as '40GB' or '90%'",
+        ),
     ],
 )
 def test_an_impossible_option_is_refused(options, problem):
     with pytest.raises(Exception, match=problem):
         torch.compile(nn.Linear(2, 2), backend="vescale", options=options)(torch.ones(1, 2))
+
+
+def test_a_budget_may_be_a_float():
+    assert Options(memory_budget=40e9).budget_on(DEVICES["h100"], 0) == 40 * 10**9
+    assert Options(memory_budget=40e9).budget_text == Options(memory_budget="40GB").budget_text == "40000000000 bytes"
 
 
 @on_ranks(1)
