@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parameter import is_lazy
 
 from .mesh import DataParallelMesh, whole_mesh
 from .planner import Granularity
@@ -121,6 +122,8 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
                 )
         elif isinstance(param, torch.distributed.tensor.DTensor):
             raise ValueError(f"{where}is a DTensor ({param.placements}) already; shard plain parameters")
+        elif is_lazy(param):
+            raise ValueError(f"{where}is lazy: it has no shape yet. Run a forward once before fully_shard")
         elif _has_operations_of_its_own(param):
             raise ValueError(
                 f"{where}is a {type(param).__name__}, whose operations are its own, as those of quantized weights are; "
@@ -141,9 +144,7 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
 
 
 def _has_operations_of_its_own(param: nn.Parameter) -> bool:
-    """Whether its class says what PyTorch's operations do with it; that of one still to be made refuses them."""
-    if nn.parameter.is_lazy(param):
-        return False
+    """Whether its class says what PyTorch's operations do with it."""
     functions, *usual = (
         getattr(kind.__torch_function__, "__func__", kind.__torch_function__)  # of a class method
         for kind in (type(param), Tensor, nn.Parameter)

@@ -100,6 +100,11 @@ def test_without_a_process_group():
             ValueError,
             r"parameter '0' of shape \(0, 3\) has no elements: pass it in ignored_params",
         ),
+        (
+            lambda: vc.fully_shard(nn.Sequential(nn.LazyLinear(2))),
+            ValueError,
+            r"\[rank 0\].*parameter '0.weight' is lazy: .* Run a forward once before fully_shard",
+        ),
         (lambda: vc.fully_shard(with_a_gradient()), ValueError, r"\[rank 0\].*'1.weight' has a gradient.* to None"),
         *(
             (lambda r=r: vc.fully_shard(hooked(r)), ValueError, r"\[rank 0\].*'0.bias' has gradient hooks.* after")
