@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -107,9 +108,16 @@ def test_compiled_kernels_give_the_same_bits(quantizer, kernels, dtype):
         assert torch.equal(got, expected)
 
 
+class Reduced(NamedTuple):
+    """What each rank sends to the first, what that one makes of it, and the code that was compiled to do so."""
+
+    parts: Tensor
+    shard: Tensor
+    code: list[str]
+
+
 @functools.cache
-def reduced(world: int, kernels: Kernels) -> list[Tensor]:
-    """What each of ``world`` ranks sends to the first, and what that one makes of it."""
+def reduced(world: int, kernels: Kernels) -> Reduced:
     packing, buffer = packed_form(vc.BlockInt8(32), world=world)
     parts = torch.zeros(world, packing.part, dtype=torch.uint8)
     for number, part in enumerate(parts):
@@ -118,8 +126,8 @@ def reduced(world: int, kernels: Kernels) -> list[Tensor]:
         part.copy_(packed[: packing.part])
     received, shard = parts.clone(), torch.zeros(packing.shard_numel)
     received[0] = 255  # nothing that is meant
-    average_into(packing, 0, parts[0], received.view(-1), shard, kernels)
-    return [parts, shard]
+    _, code = run_and_get_code(lambda: average_into(packing, 0, parts[0], received.view(-1), shard, kernels))
+    return Reduced(parts, shard, code)
 
 
 @pytest.mark.slow
@@ -143,17 +151,15 @@ def test_one_kernel_serves_buffers_wherever_they_begin_and_whoever_calls_it():
 @pytest.mark.parametrize("kernels", COMPILED)
 @pytest.mark.parametrize("world", [3, MANY])
 def test_compiled_kernels_round_and_average_alike(world, kernels):
-    for expected, got in zip(reduced(world, Kernels.EAGER), reduced(world, kernels), strict=True):
-        assert torch.equal(got, expected)
+    expected, got = reduced(world, Kernels.EAGER), reduced(world, kernels)
+    assert torch.equal(got.parts, expected.parts)
+    assert torch.equal(got.shard, expected.shard)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", COMPILED)
 def test_one_kernel_averages_over_many_ranks_and_dequantizes_no_part_into_memory(kernels):
-    packing, _ = packed_form(vc.BlockInt8(32), world=MANY)
-    received, shard = torch.zeros(packing.nbytes, dtype=torch.uint8), torch.zeros(packing.shard_numel)
-    torch._dynamo.reset()
-    _, (code,) = run_and_get_code(lambda: average_into(packing, 0, received[: packing.part], received, shard, kernels))
+    (code,) = reduced(MANY, kernels).code
     assert len(calls_of_kernels(code)) == 1
     assert f"empty_strided_cpu(({MANY}," not in code
 
