@@ -174,8 +174,8 @@ CLUSTERS = {
 @functools.cache
 def trained(lowering: str, wire: str = "slow") -> Trained:
     torch._dynamo.reset()
-    model, call = models.sharded(models.deep, compile=lowering, cluster=CLUSTERS[wire])
-    data = models.batches(4, 11)
+    model, call = models.sharded(models.Uneven, compile=lowering, cluster=CLUSTERS[wire])
+    data = models.batches(3, 11)
     losses = models.train(call, model.parameters(), data)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
         call(*data[0]).backward()
@@ -193,7 +193,7 @@ def trained(lowering: str, wire: str = "slow") -> Trained:
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2, deadline_s=300)
 def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowering):
-    graph = explained(lowering=lowering, cluster=models.SLOW_WIRE)
+    graph = explained(models.Uneven, lowering=lowering, cluster=models.SLOW_WIRE)
     ran = [f"{what} of {graph.units[unit].name}" for what, unit in trained(lowering).ran]
     assert ran == [event for part in graph.parts.values() for event in part.schedule]
 
@@ -202,7 +202,7 @@ def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowerin
 @on_ranks(2)
 def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
     overlapped, waiting = (trained("eager", wire).losses for wire in ("slow", "fast"))
-    _, reference = models.train_unsharded(models.deep, models.batches(4, 11))
+    _, reference = models.train_unsharded(models.Uneven, models.batches(3, 11), backend=None)
     assert overlapped == waiting == reference
 
 
