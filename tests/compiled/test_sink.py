@@ -173,11 +173,24 @@ class Correction(Loss):
         return F.linear(x, self.base) + F.linear(x.cos(), self.base + self.delta)
 
 
+class Together(nn.Module):
+    """Several such models, each a unit of its own, for one compilation: the sum of their losses."""
+
+    def __init__(self, *builds: type[Loss]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(build() for build in builds)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer, x in zip(self.layers, inputs, strict=True)]).sum()
+
+
 def numbers() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
-INPUTS = {Tied: lambda: torch.arange(6), Convolution: lambda: numbers().reshape(1, 8, 4)}
+def inputs_of(build: type[Loss]) -> Tensor:
+    inputs = {Tied: lambda: torch.arange(6), Convolution: lambda: numbers().reshape(1, 8, 4)}
+    return inputs.get(build, numbers)()
 
 
 def report(build, *inputs: Tensor, lowering: str, **shard_options):
@@ -213,10 +226,11 @@ def test_a_mixture_of_experts_copies_what_its_own_operators_compute(lowering, wi
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("build", [Tied, Twice, Experts, Affine, Split])
-def test_each_of_these_copies_nothing(build, lowering, without_code_generation):
+def test_each_of_these_copies_nothing(lowering, without_code_generation):
+    builds = (Tied, Twice, Experts, Affine, Split)
     with fake_world(2):
-        graph = report(build, INPUTS.get(build, numbers)(), lowering=lowering)
+        graph = report(functools.partial(Together, *builds), *map(inputs_of, builds), lowering=lowering)
+    assert len(graph.units) == len(builds)
     assert moved(graph) == []
 
 
@@ -225,7 +239,7 @@ def test_each_of_these_copies_nothing(build, lowering, without_code_generation):
 def test_what_can_not_be_written_in_place_is_copied_once_and_says_why(build, lowering, without_code_generation):
     reasons = {Convolution: "convolution_backward", Shared: "read elsewhere too"}
     with fake_world(2):
-        copies = moved(report(build, INPUTS.get(build, numbers)(), lowering=lowering))
+        copies = moved(report(build, inputs_of(build), lowering=lowering))
         parameters = list(build().parameters())
     assert [entry.kind for entry in copies] == [Kind.COPY] * len(parameters)
     assert sum(entry.nbytes for entry in copies) == sum(param.nbytes for param in parameters)
@@ -347,21 +361,18 @@ def test_a_weight_used_twice_accumulates_in_its_place(without_code_generation, t
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize(
-    "name", ["Tied", "Twice", "Experts", "Affine", "Convolution", "Shared", "Split", "Sliced", "Diagonal", "Correction"]
-)
 @on_ranks(2)
-def test_gradients_are_those_of_the_unsharded_model(name, lowering):
+def test_gradients_are_those_of_the_unsharded_model(lowering):
+    builds = (Tied, Twice, Experts, Affine, Convolution, Shared, Split, Sliced, Diagonal, Correction)
+    build, inputs = functools.partial(Together, *builds), [*map(inputs_of, builds)]
     torch._dynamo.reset()
-    build = globals()[name]
-    x = INPUTS.get(build, numbers)()
     model, reference = vc.fully_shard(models.build(build)), models.build(build)
     original = backend.inductor_compile_inner
     backend.inductor_compile_inner = lambda gm, inputs, **kwargs: run_boxed(gm)
     try:
-        torch.compile(model, backend="vescale", options={"lowering": lowering})(x).backward()
+        torch.compile(model, backend="vescale", options={"lowering": lowering})(*inputs).backward()
     finally:
         backend.inductor_compile_inner = original
-    reference(x).backward()
+    reference(*inputs).backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
