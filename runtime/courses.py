@@ -33,7 +33,6 @@ from . import lasting
 from .arrivals import next_number, settle, wait_for_uses
 from .backwards import running_backward
 from .collectives import Nothing, Pending
-from .lasting import Pairs
 from .life import Life, life
 from .shards import buffer_of, note_buffer
 from .writes import Watch, stop_watching
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
     from .pool import GraphSlots
 
 TURNS = 2
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Shards, each with what it is gathered into."""
 
 Start = Callable[[Pairs, str], Pending]
 """Launches a gather of pairs by the group of that name."""

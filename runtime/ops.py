@@ -27,9 +27,8 @@ from ..torch_internals.inductor_graphs import generate_sums_into
 from .collectives import Nothing, Pending, padding_is_read, scratch_numel, start_all_gathers, start_reduce_scatters
 from .collectives import start_all_gather as _start_all_gather
 from .collectives import start_reduce_scatter as _start_reduce_scatter
-from .courses import gather, memory_of_gather
+from .courses import Pairs, gather, memory_of_gather
 from .groups import group_named
-from .lasting import Pairs
 from .messages import tell_apart
 from .reductions import add_held, held_back
 

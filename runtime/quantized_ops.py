@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import Nothing, Pending, over_replicas, padding_is_read, start_all_to_all, start_gather_in_place
-from .courses import gather
+from .courses import Pairs, gather
 from .groups import group_named
-from .lasting import Pairs
 from .messages import tell_apart
 from .ops import define, in_flight_on, launched, replicas_of
 from .packing import StochasticQuantizer, packing_named
