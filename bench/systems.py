@@ -6,8 +6,8 @@ passes can't run, with what overlap it can have there. Those that form units for
 (embedding, last norm, output projection); ours gathers the parts of a layer apart, except as ``vescale-whole-blocks``,
 and compiles the whole model, except as ``vescale-layers``, which compiles each layer by itself, as FSDP2 does.
 
-Of a step's micro-batches the last one communicates gradients, and those that keep parameters gather them once a step;
-SimpleFSDP, which has no such mode, does all it does for each.
+Of a step's micro-batches the last one communicates gradients; SimpleFSDP, which has no such mode, does so for each.
+FSDP2 gathers parameters that it keeps once a step, ours for each micro-batch.
 """
 
 from __future__ import annotations
@@ -106,9 +106,11 @@ def _fsdp2(model: nn.Module, workload: Workload, policy: Policy, *, compiled: bo
 def _fsdp2_accumulates(run: Forward, model: Any, policy: Policy) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(policy is Policy.RESHARD)
-    yield
-    model.set_requires_gradient_sync(True)
-    model.set_reshard_after_backward(True)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
 
 
 def _prefetch(model: nn.Module, layers: list[nn.Module]) -> None:

@@ -88,7 +88,7 @@ def question(what: str, context: CompileContext) -> str:
             "" if context.beside.one_of_many else unit.name,
             tuple(unit.shard.shape),
             unit.views,
-            (unit.accumulates, unit.lasts),
+            unit.accumulates,
             unit.comm._replace(group="", replicas="", packing="", gradient_packing=""),
             unit.reshard_after_forward,
             (unit.stride, unit.replica_stride),

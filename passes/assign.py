@@ -23,7 +23,7 @@ from ..runtime.collectives import checked_for_nan
 from ..runtime.pool import ALIGNMENT, SlotSpec
 from ..torch_internals.tracing import fake_mode_of
 from .aliases import bases_of, touches_of
-from .context import CompileContext, Part, Role, Use, buffer_of, comm_of, is_allocation, marked_buffer
+from .context import CompileContext, Role, Use, buffer_of, comm_of, is_allocation, marked_buffer
 from .edit import call, order_of
 from .slot_memory import note_place
 from .summary import SlotUse, Tenant
@@ -66,7 +66,8 @@ def assign(gm: fx.GraphModule, context: CompileContext) -> None:
     for number, (slot, tenants) in enumerate(slots.items()):
         _append_input(gm.graph, f"slot_{number}", slot, tenants)
     note_tenants(gm.graph)
-    _gather_to_memory_that_outlives_the_graph(gm.graph, context)
+    if context.turns > 1:
+        _first_gather_may_have_begun(gm.graph)
 
 
 def lifetimes(graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> list[Lifetime]:
@@ -192,19 +193,16 @@ def _append_input(graph: fx.Graph, name: str, slot: SlotSpec, tenants: Sequence[
         graph.erase_node(lifetime.node)
 
 
-def _gather_to_memory_that_outlives_the_graph(graph: fx.Graph, context: CompileContext) -> None:
-    """What lasts an earlier micro-batch may have gathered; what is gathered first the graph before this one may have
-    launched, if it gives that memory to this one."""
-    lasting = context.lasting_units if context.part is Part.FORWARD else frozenset()
-    first = set(_first_launches(graph)) if context.turns > 1 else set()
-    for launch in _launches(graph):
-        shard, memory, unit = cast(tuple[fx.Node, fx.Node, int], launch.args[:3])
-        lasts = unit in lasting
-        if is_allocation(memory) and (lasts or launch in first):
+def _first_gather_may_have_begun(graph: fx.Graph) -> None:
+    """Where it goes to memory that outlives the graph, too: the graph before this one may have launched it, if it gives
+    that memory to this one."""
+    for launch in _first_launches(graph):
+        shard, memory = cast(Sequence[fx.Node], launch.args[:2])
+        if is_allocation(memory):
             value: Tensor = memory.meta["val"]
             with graph.inserting_before(memory):
                 given = call(
-                    graph, ops.all_gather_memory, shard, value.numel(), value.dtype, lasts, mark=memory.meta["vescale"]
+                    graph, ops.all_gather_memory, shard, value.numel(), value.dtype, mark=memory.meta["vescale"]
                 )
             memory.replace_all_uses_with(given)
             graph.erase_node(memory)
@@ -212,13 +210,9 @@ def _gather_to_memory_that_outlives_the_graph(graph: fx.Graph, context: CompileC
 
 def _first_launches(graph: fx.Graph) -> Iterator[fx.Node]:
     """Those of the first gather: several, if units share it."""
-    for launch in _launches(graph):
-        yield launch
-        if not launch.kwargs.get("with_next"):
-            return
-
-
-def _launches(graph: fx.Graph) -> list[fx.Node]:
-    """Those of gathers, in order."""
-    marked = ((node, comm_of(node)) for node in graph.nodes)
-    return [node for node, comm in marked if comm is not None and (comm.kind, comm.role) == (ALL_GATHER, Role.LAUNCH)]
+    for node in graph.nodes:
+        comm = comm_of(node)
+        if comm is not None and (comm.kind, comm.role) == (ALL_GATHER, Role.LAUNCH):
+            yield node
+            if not node.kwargs.get("with_next"):
+                return

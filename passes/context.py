@@ -130,7 +130,6 @@ class GraphUnit:
         reshard_after_forward: gather again in the backward, unless memory allows to keep it.
         accumulates: whether gradients may accumulate.
         reductions: example of the handle of its reductions, if gradients accumulate or are quantized, else None.
-        lasts: whether what a forward keeps for its backward may serve later micro-batches too (``lasting.py``).
         block: the name of what it is a part of; "" if it is none.
         stride: how many ranks each of those that it is sharded over comes after the one before.
         replica_stride: the same of those that hold the same shard.
@@ -144,7 +143,6 @@ class GraphUnit:
     reshard_after_forward: bool
     accumulates: bool = False
     reductions: Tensor | None = None
-    lasts: bool = False
     block: str = ""
     stride: int = 1
     replica_stride: int = 1
@@ -219,7 +217,6 @@ class CompileContext:
         carried: units whose gather for the backward is launched in the forward.
         saved: units by the names of inputs of the backward that are parameters gathered in the forward.
         donated: names of inputs of the backward that nothing else needs, whose memory generated code may write to.
-        lasting: names of what a forward keeps for its backward and for later micro-batches: gathered parameters.
         needs: what the graphs of the step take: those that are scheduled, and at least those that are not yet.
         gradients: by unit, the views that the joint graph has gradients for.
         results: how many of the forward's outputs are the program's own; the others are kept for the backward.
@@ -254,7 +251,6 @@ class CompileContext:
     carried: frozenset[int] = frozenset()
     saved: dict[str, int] = field(default_factory=dict)
     donated: frozenset[str] = frozenset()
-    lasting: frozenset[str] = frozenset()
     needs: dict[Part, Need] = field(default_factory=dict)
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     results: int = 0
@@ -321,11 +317,6 @@ class CompileContext:
         """Goes on from what the passes of an equal compilation have found."""
         for name in _FOUND:
             setattr(self, name, found[name])
-
-    @property
-    def lasting_units(self) -> frozenset[int]:
-        """Units whose gathered parameters are kept for the backward and for later micro-batches, by ordinal."""
-        return frozenset(self.saved[name] for name in self.lasting)
 
     def without_gradient(self, unit: int) -> list[int]:
         """Where in its buffer those parameters of a unit begin that the joint graph has no gradients for."""

@@ -49,7 +49,6 @@ class GraphMemory:
         }
         others = [each for each in values if each not in self._in_memory and nbytes_of(each)]
         self._meeting = _meeting_again(others, graph, self.bases)
-        self._lasting = {node for node in self._held if _lasts(node, context, part)}
 
     def peak(self, without: Collection[fx.Node] = ()) -> Peak:
         """The graph's fullest moment, ``without`` counting what will lie in slots."""
@@ -71,17 +70,14 @@ class GraphMemory:
 
     def _spans(self, without: Collection[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
         """The first and the last place in the graph's order at which what a node makes is in memory. The forward's
-        inputs are its caller's and stay; the backward frees what it was given after its last use, but for what lasts,
-        which an earlier micro-batch may have left to the forward."""
+        inputs are its caller's and stay; the backward frees what it was given after its last use."""
         order = order_of(self.graph)
         lasts = _last_uses(self.graph, self.bases, order)
         if self._part is not Part.BACKWARD:
             lasts.update((node, len(order)) for node in lasts if node.op == "placeholder")
-        lasts.update((node, len(order)) for node in self._lasting)
         held = self._held | self._outlasting(lasts)
         lasts = _last_reads(self.graph, self._context, held, self.bases, lasts)
-        firsts = {**order, **dict.fromkeys(self._lasting, 0)}
-        return {node: (firsts[node], last) for node, last in lasts.items() if node in held and node not in without}
+        return {node: (order[node], last) for node, last in lasts.items() if node in held and node not in without}
 
     def _outlasting(self, lasts: dict[fx.Node, int]) -> set[fx.Node]:
         """Values that only generated code reads, but that what an operator of a library makes of them meets again, and
@@ -208,14 +204,6 @@ def _is_memory(node: fx.Node, context: CompileContext) -> bool:
     if buffer_of(node) is not None:
         return is_allocation(node)
     return context.lowering is Lowering.EAGER or not _is_fused(node)
-
-
-def _lasts(node: fx.Node, context: CompileContext, part: Part) -> bool:
-    """Whether it is memory that lasts over micro-batches."""
-    if part is Part.BACKWARD:
-        return node.name in context.lasting
-    mark = buffer_of(node)
-    return mark is not None and mark.use is Use.PARAMETERS and mark.unit in context.lasting_units
 
 
 def _is_fused(node: fx.Node) -> bool:

@@ -40,19 +40,19 @@ def retain(halves: Halves, context: CompileContext) -> None:
 
     Args:
         halves: the forward and the backward, cut with all units resharded that may be.
-        context: ``kept``, ``carried``, ``saved``, ``donated``, ``lasting`` and ``needs`` are set.
+        context: ``kept``, ``carried``, ``saved``, ``donated`` and ``needs`` are set.
     """
     for half in halves:
         give_values(half.graph)
     _keep_what_is_never_resharded(halves, context)
-    _note_saved(halves[0].graph, context)
+    context.donated = _donated(halves[0].graph, context.results)
     step = survey(halves, context)
     again = frozenset(step.forward.gathered.keys() & step.backward.gathered.keys())
     kept = _to_keep(step, context)
     context.kept, context.carried = agreed_units(again, kept, _to_carry(step, kept, context), context)
     hand_over(halves, context.kept, context.results)
     context.needs = step.needs(context.kept, context.carried)
-    _note_saved(halves[0].graph, context)
+    context.saved = _saved(halves[0].graph)
 
 
 def _keep_what_is_never_resharded(halves: Halves, context: CompileContext) -> None:
@@ -100,17 +100,6 @@ def _become_input(gather: fx.Node) -> str:
     return shard.name
 
 
-def _note_saved(forward: fx.Graph, context: CompileContext) -> None:
-    """Takes down what becomes of that which a forward keeps for its backward. What lasts over micro-batches nobody may
-    write to, neither the backward nor, where it is returned, the program."""
-    alone = _kept_alone(forward, context.results)
-    context.saved = _saved(forward)
-    context.lasting = frozenset(
-        name for name in context.saved.keys() & alone if context.units[context.saved[name]].lasts
-    )
-    context.donated = alone - context.lasting
-
-
 def _saved(forward: fx.Graph) -> dict[str, int]:
     """Units by the names of the parameters that a forward hands to its backward."""
     bases = bases_of(forward)
@@ -118,7 +107,7 @@ def _saved(forward: fx.Graph) -> dict[str, int]:
     return {value.name: cast(int, bases[value].args[1]) for value in values if bases[value].target in GATHERS}
 
 
-def _kept_alone(forward: fx.Graph, results: int) -> frozenset[str]:
+def _donated(forward: fx.Graph, results: int) -> frozenset[str]:
     """Names of what a forward keeps for its backward alone: no input of its own, no result, and no part of either."""
     bases = bases_of(forward)
     outputs = cast(Sequence[Any], forward.output_node().args[0])

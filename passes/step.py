@@ -42,7 +42,6 @@ class Half:
         tasks: the task graph, its computation with no memory but dequantized parameters. None for a graph with no
             computation.
         groups: each unit's process group.
-        lasting: units that would last over micro-batches if they were kept.
     """
 
     part: Part
@@ -51,7 +50,6 @@ class Half:
     collectives: tuple[Collective, ...]
     tasks: TaskGraph | None
     groups: tuple[str, ...]
-    lasting: frozenset[int]
 
     @property
     def gathered(self) -> dict[int, int]:
@@ -63,8 +61,6 @@ class Half:
         changes = [0] * (len(self.live) + 1)
         for lifetime in self._parameters(kept):
             first, last = (lifetime.first, len(self.live)) if self.part is Part.FORWARD else (0, lifetime.last + 1)
-            if marked_buffer(lifetime.node).unit in self.lasting:
-                first, last = 0, len(self.live)
             changes[first] += lifetime.nbytes
             changes[last] -= lifetime.nbytes
         fullest = held = 0
@@ -211,7 +207,6 @@ def _survey(gm: fx.GraphModule, context: CompileContext, part: Part) -> Half:
         tuple(collectives),
         task_graph(gm.graph, context, collectives, segments, 0, part) if segments else None,
         tuple(unit.comm.group for unit in context.units),
-        frozenset(ordinal for ordinal, unit in enumerate(context.units) if unit.lasts),
     )
 
 

@@ -20,9 +20,7 @@ from ..torch_internals.autograd import in_backward
 from .arrivals import Arrival, arrival_of
 from .backwards import running_backward
 from .dbuffer import DBuffer, Peers
-from .lasting import drop
 from .model import Forward
-from .shards import note_buffer
 from .unshard import reduce_scatter
 from .used import alike_on_all_ranks, used_on_any_rank
 
@@ -86,7 +84,6 @@ def flat_input(
         used: indices of the parameters that have a gradient, read when the backward has computed them.
         forward: what reads the parameters.
     """
-    note_buffer(buffer)
     if in_backward():
         running_backward()  # what is computed again here may be followed by a backward of its own
     trainable = tuple(p for p in params if p.requires_grad)
@@ -149,14 +146,10 @@ def _owed(buffer: DBuffer, used: set[int], *, trained: frozenset[int], alike: bo
 
 
 def _reduce_left(peers: Peers) -> None:
-    """Ends a step of several micro-batches: no parameters last longer, and what accumulated is reduced for units that
-    the last micro-batch did not use, or after their own reductions, where one backward runs through forwards inside and
-    outside ``no_sync``."""
+    """Reduces what accumulated for units that the last micro-batch did not use, or after their own reductions, where
+    one backward runs through forwards inside and outside ``no_sync``."""
     for buffer in peers.buffers():
-        if not buffer.sync.enabled:
-            continue
-        drop(buffer)
-        if (total := buffer.reductions.take()) is not None:
+        if buffer.sync.enabled and (total := buffer.reductions.take()) is not None:
             reduced = reduce_scatter(total, buffer.reductions_handle, buffer.comm(buffer.number)).to(buffer.shard.dtype)
             _set_aside(buffer, reduced, _owed(buffer, set(), trained=frozenset(), alike=True))
 

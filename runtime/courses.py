@@ -22,19 +22,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_internals.autograd import in_backward, profiled_to_the_end
-from . import lasting
 from .arrivals import next_number, settle, wait_for_uses
 from .backwards import running_backward
 from .collectives import Nothing, Pending
 from .life import Life, life
-from .shards import buffer_of, note_buffer
 from .writes import Watch, stop_watching
 
 if TYPE_CHECKING:
@@ -86,15 +84,16 @@ class _Ahead:
     pending: Pending
 
     def is_stale(self) -> bool:
-        """Whether a shard was written to since."""
+        """Whether a shard was written to since: asked once, when it is wanted."""
         try:
-            return self.watch.written()
+            return self.watch.end()
         except RuntimeError:
             self.end()
             raise
 
     def end(self) -> None:
         """Waits for what nobody takes."""
+        self.watch.leave()
         self.pending.wait()
 
     def by_source(self) -> dict[StorageWeakRef, Tensor]:
@@ -146,12 +145,10 @@ class Course:
             return shard.new_empty(numel, dtype=dtype)
         return full
 
-    def gather(self, pairs: Pairs, missing: Pairs, group: str, start: Start) -> Pending:
-        """Launches a gather of the graph that runs, of the pairs that are ``missing``, if it was not launched ahead,
-        and maybe the next graph's first."""
+    def gather(self, pairs: Pairs, group: str, start: Start) -> Pending:
+        """Launches a gather of the graph that runs, if it was not launched ahead, and maybe the next graph's first."""
         stop = self._stop(pairs, group, start)
-        arriving = self._arriving(stop, pairs, wanted=len(missing) == len(pairs))
-        pending = arriving or _launched(missing, group, start)
+        pending = self._arriving(stop, pairs) or start(pairs, group)
         if (following := self._next_after(stop)) is not None:
             self._ahead = _launched_ahead(following, self._calls % TURNS)
         return pending
@@ -175,16 +172,16 @@ class Course:
             call=self._calls,
             places=graph.numbers_of(fulls, (self._calls - 1) % TURNS) if first else None,
             graph=self._graph,
-            buffers=tuple(ref(buffer) for shard, _ in pairs if (buffer := buffer_of(shard)) is not None),
+            buffers=tuple(ref(buffer) for shard, _ in pairs if (buffer := _buffer_of(shard)) is not None),
             group=group,
             start=start,
         )
 
-    def _arriving(self, stop: _Stop, pairs: Pairs, *, wanted: bool) -> Pending | None:
+    def _arriving(self, stop: _Stop, pairs: Pairs) -> Pending | None:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        if wanted and ahead.stop == stop and not ahead.is_stale():
+        if ahead.stop == stop and not ahead.is_stale():
             return ahead.into([full for _, full in pairs])
         ahead.end()
         return None
@@ -206,24 +203,15 @@ class Course:
         return following if other and found else None
 
 
-def _launched(pairs: Pairs, group: str, start: Start) -> Pending:
-    return start(pairs, group) if pairs else Nothing()
-
-
 def _launched_ahead(stop: _Stop, turn: int) -> _Ahead | None:
     buffers = [each() for each in stop.buffers]
     shards = [buffer.shard for buffer in buffers if buffer is not None and buffer.forward >= buffer.model.forward]
     if len(shards) < len(buffers):
         return None  # the model has them no more
-    if set(stop.places or ()) == {None} and all(map(lasting.lasts, shards)):
-        return None  # an earlier micro-batch has gathered it
     device = shards[0].device
     fulls = list(_destinations(stop, turn, device))
     wait_for_uses(fulls)
-    watch = Watch(
-        shards,
-        "inside a forward or a backward, when the parameter was being gathered for the layer that comes next",
-    )
+    watch = Watch(shards)
     pending = stop.start(list(zip(shards, fulls, strict=True)), stop.group)
     if profiled_to_the_end(device):
         pending.wait()
@@ -244,6 +232,9 @@ def _destinations(stop: _Stop, turn: int, device: torch.device) -> Iterator[Tens
 _routes: WeakKeyDictionary[Life, dict[tuple[str, _Stop], Sequence[_Stop]]] = WeakKeyDictionary()
 """Of the last courses, by their kinds and first gathers."""
 
+_buffers: WeakValueDictionary[int, DBuffer] = WeakValueDictionary()
+"""By the addresses of their shards."""
+
 _forwards = itertools.count(1)
 _of_forward: Course | None = None
 _last: Course | None = None
@@ -254,13 +245,19 @@ def _routes_of_this_life() -> dict[tuple[str, _Stop], Sequence[_Stop]]:
     return _routes.setdefault(life(), {})
 
 
+def _buffer_of(shard: Tensor) -> DBuffer | None:
+    buffer = _buffers.get(shard.data_ptr())
+    own = buffer is not None and buffer.shard.data_ptr() == shard.data_ptr() and buffer.shard.dtype == shard.dtype
+    return buffer if own else None
+
+
 @contextlib.contextmanager
 def forward_of(module: nn.Module, buffers: Iterable[DBuffer]) -> Iterator[None]:
     """Around a forward that is in no other's, of a module with these buffers: graphs in it make a course."""
     global _of_forward
     number = next(_forwards)
     for buffer in buffers:
-        note_buffer(buffer)
+        _buffers[buffer.shard.data_ptr()] = buffer
         buffer.forward = number
         if buffer.model.root is module:
             buffer.model.forward = number
@@ -297,30 +294,17 @@ def forget() -> None:
     """Of a life that has ended, in which nothing arrives any more."""
     global _last
     _last = None
-    lasting.forget()
     stop_watching()
 
 
-def memory_of_gather(shard: Tensor, numel: int, dtype: torch.dtype, lasts: bool) -> Tensor:
-    """Memory [numel] that ``shard`` is gathered into next, which the graph before may have begun, or, of parameters
-    that may last, an earlier micro-batch may have done."""
-    if lasts and (full := lasting.lasting_memory(shard)) is not None:
-        return full
-    course = _running
-    full = shard.new_empty(numel, dtype=dtype) if course is None else course.memory_of_gather(shard, numel, dtype)
-    if lasts:
-        lasting.let_last(shard, full)
-    return full
+def memory_of_gather(shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory [numel] that ``shard`` is gathered into next, which the graph before may have begun."""
+    return shard.new_empty(numel, dtype=dtype) if _running is None else _running.memory_of_gather(shard, numel, dtype)
 
 
 def gather(pairs: Pairs, group: str, start: Start) -> Pending:
-    """Launches a gather, which the graph before it may have done, or an earlier micro-batch."""
-    missing = lasting.to_gather(pairs)
-    if _running is not None:
-        pending = _running.gather(pairs, missing, group, start)
-    else:
-        pending = _launched(missing, group, start)
-    return lasting.as_they_arrive(pairs, pending)
+    """Launches a gather, which the graph before it may have done."""
+    return start(pairs, group) if _running is None else _running.gather(pairs, group, start)
 
 
 def _course() -> Course | None:

@@ -18,8 +18,6 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from .lasting import lasting_bytes
-
 if TYPE_CHECKING:
     from .dbuffer import DBuffer
 
@@ -75,7 +73,7 @@ class Beside:
         shards: of units that the graph does not read.
         gradients: reduced ones, of those units that graphs after it read: its backward comes after theirs.
         accumulated: gradients that ``no_sync`` accumulates, unsharded.
-        kept: results of the forwards before it, and what these keep for their backwards and for later micro-batches.
+        kept: results of the forwards before it, and what these keep for their backwards.
         one_of_many: whether Dynamo may run it with other units, too, of layers like it.
         last: whether no graph of the step is known to come after it.
         followed: whether its backward is expected before any other graph.
@@ -120,7 +118,7 @@ def beside(read: Sequence[DBuffer], *, breaks: bool, given: int, checkpointed: b
             for buffer in (*read, *others)
             if buffer.trains and buffer.sync.accumulates
         ),
-        kept=max(sum(forward.left for forward in forwards) + lasting_bytes(others) - given, 0),
+        kept=max(sum(forward.left for forward in forwards) - given, 0),
         one_of_many=one_of_many,
         last=last,
         followed=last or checkpointed,
@@ -138,9 +136,8 @@ def buffers_beside(read: Iterable[DBuffer]) -> set[DBuffer]:
 
 
 def kept_beside(forward: Forward) -> int:
-    """Bytes that other forwards of its models have left and still keep, and that last of other units."""
-    left = sum(each.left for each in _forwards_of(_models_of(forward.buffers)) if each is not forward)
-    return left + lasting_bytes(buffers_beside(forward.buffers).difference(forward.buffers))
+    """Bytes that other forwards of its models have left and still keep."""
+    return sum(each.left for each in _forwards_of(_models_of(forward.buffers)) if each is not forward)
 
 
 def _models_of(buffers: Iterable[DBuffer]) -> list[Model]:

@@ -8,10 +8,10 @@ In the partitioned graphs a collective is a launch into a buffer and a wait, whi
 ``vescale::start_all_gather``, ``vescale::wait_all_gather``, ``vescale::start_reduce_scatter`` and
 ``vescale::wait_reduce_scatter``. A launch ``with_next`` shares a collective with the launch behind it. What a graph
 gathers first, and keeps, goes to ``vescale::all_gather_memory``, because the graph before may have launched it (see
-``courses.py``), and so does what lasts over micro-batches (see ``lasting.py``). Gradients are written where they will
-be reduced, by ``vescale::matmul_into``, ``vescale::embedding_into``, ``vescale::sum_into`` and PyTorch's own operators.
-The operators of quantized communication are in ``quantized_ops.py``, those of a gather that crosses from the forward to
-the backward in ``crossing.py``, and those of reductions that outlast the backward in ``leaving.py``.
+``courses.py``). Gradients are written where they will be reduced, by ``vescale::matmul_into``,
+``vescale::embedding_into``, ``vescale::sum_into`` and PyTorch's own operators. The operators of quantized communication
+are in ``quantized_ops.py``, those of a gather that crosses from the forward to the backward in ``crossing.py``, and
+those of reductions that outlast the backward in ``leaving.py``.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _all_gather_fake(shard: Tensor, unit: int, world_size: int, group: str) -> T
     return shard.new_empty(shard.numel() * world_size)
 
 
-def _all_gather_memory_fake(shard: Tensor, numel: int, dtype: torch.dtype, lasts: bool) -> Tensor:
+def _all_gather_memory_fake(shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return shard.new_empty(numel, dtype=dtype)
 
 
@@ -276,9 +276,7 @@ define(
     "start_all_gather(Tensor shard, Tensor(a!) full, int unit, str group, bool with_next=False) -> ()", _start_gather
 )
 define(
-    "all_gather_memory(Tensor shard, int numel, ScalarType dtype, bool lasts) -> Tensor",
-    memory_of_gather,
-    _all_gather_memory_fake,
+    "all_gather_memory(Tensor shard, int numel, ScalarType dtype) -> Tensor", memory_of_gather, _all_gather_memory_fake
 )
 define("wait_all_gather(Tensor(a!) full, int unit) -> ()", _wait_gather)
 define(

@@ -27,10 +27,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     (``backward(inputs=...)``), or for none's ``.grad`` (``torch.autograd.grad``), raises where the unit accumulates.
     Graphs that were compiled before the first ``no_sync`` are compiled again.
 
-    Parameters that a compiled forward inside keeps for its backward stay gathered, unless they are quantized: forwards
-    after it up to the first one outside read them too. They are gathered again if all ranks write to them meanwhile;
-    what one writes to elements of its own (``to_local()``) makes its next forward raise.
-
     Args:
         module: a sharded module, compiled or not; all units in it are affected.
 

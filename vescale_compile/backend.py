@@ -183,13 +183,12 @@ def _lower_inductor(
         forget_mutation_regions(gm.graph)
         remove_whole_views(gm)
         store_as_computed(gm.graph, bases_of(gm.graph))
-        version = mark_version(gm, slots, context.lasting)
+        version = mark_version(gm, slots)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]
         with lowered_once(gm, examples, version, deadline) as waited:
             warm_start.waited += waited
-            lower = functools.partial(inductor_compile_inner, gm, examples, not_donated=context.lasting, **kwargs)
-            return warm_start.keep(lower, part)
+            return warm_start.keep(functools.partial(inductor_compile_inner, gm, examples, **kwargs), part)
 
     beside = kernels_compiled_beside() if on_cpu else contextlib.nullcontext()
     with beside, order_kept(ordered_nodes), reads_known_by_their_writes(), warm_start.compiling():

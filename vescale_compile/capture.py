@@ -214,7 +214,6 @@ def _graph_unit(ordinal: int, name: str, buffer: DBuffer, params: Sequence[Tenso
     with tracing_fake_mode():
         shard = torch.empty(buffer.shard.shape, dtype=buffer.shard.dtype, device=buffer.shard.device)
         shard.requires_grad_(needs_grad)
-        lasts = torch.is_grad_enabled() and buffer.sync.accumulates and buffer.packing is None
         wanted = accumulates or buffer.gradient_packing
         reductions = torch.zeros(1, dtype=torch.int64, device="cpu") if wanted else None
     comm, reshard = buffer.comm(ordinal), buffer.policy.reshard_after_forward
@@ -227,7 +226,6 @@ def _graph_unit(ordinal: int, name: str, buffer: DBuffer, params: Sequence[Tenso
         reshard,
         accumulates,
         reductions,
-        lasts,
         block=buffer.block,
         stride=stride_of(buffer.group),
         replica_stride=stride_of(buffer.replicas) if buffer.replicas is not None else 1,

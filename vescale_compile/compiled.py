@@ -55,7 +55,6 @@ class CompiledGraph:
         self._others = captured.others
         forward = captured.context.summaries.get(Part.FORWARD)
         self._left = forward.left_bytes if forward is not None else 0
-        self._lasting = captured.context.lasting_units
         self._run = run
         self._deadline = deadline
         self._patience = patience
@@ -72,16 +71,11 @@ class CompiledGraph:
         number = zlib.crc32("".join(buffer.name for buffer in buffers).encode())
         for group in dict.fromkeys(buffer.group for buffer in buffers):
             tell_apart(group, number)
-        forward = Forward(0 if saves_elsewhere() else self._left_with(buffers), buffers, compiled=True)
+        forward = Forward(0 if saves_elsewhere() else self._left, buffers, compiled=True)
         self._check_budget(forward, args)
         with torch.set_grad_enabled(self._records):
             flats = self._flat_inputs(buffers, args, forward)
         return self._run(*flats, *(args[position] for position in self._others))
-
-    def _left_with(self, buffers: Sequence[DBuffer]) -> int:
-        """What the forward leaves in memory, without what lasts longer than its own backward."""
-        lasting = (buffers[unit] for unit in self._lasting if not buffers[unit].sync.enabled)
-        return self._left - sum(buffer.gathered_bytes for buffer in lasting)
 
     def _flat_inputs(self, buffers: Sequence[DBuffer], args: Sequence[Any], forward: Forward) -> list[Any]:
         flats: list[Any] = []

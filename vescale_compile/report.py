@@ -130,8 +130,6 @@ class Report:
 def _after_forward(context: CompileContext, unit: int) -> str:
     if context.reshards(unit):
         return "resharded"
-    if unit in context.lasting_units:
-        return "kept, and for later micro-batches"
     if unit not in context.kept:
         return "kept"
     why = "the backward reads it first" if context.memory_budget is None else "memory_budget allows it"

@@ -14,7 +14,7 @@ import functools
 import glob
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -193,11 +193,10 @@ def cacheable_functions() -> dict[str, str]:
     return torch._inductor.config.unsafe_marked_cacheable_functions | ours
 
 
-def mark_version(gm: fx.GraphModule, slots: Sequence[SlotSpec], lasting: Collection[str]) -> str:
-    """Has Inductor's cache key, which holds all that a graph's module has, differ from that of another version, from
-    that of slots in other places, as code is in an order that goes by the memory that they have in common, and from
-    that of a backward with other inputs that it may write to."""
-    version = gm.__dict__["vescale_version"] = f"{sources()} {[*slots]} {sorted(lasting)}"
+def mark_version(gm: fx.GraphModule, slots: Sequence[SlotSpec]) -> str:
+    """Has Inductor's cache key, which holds all that a graph's module has, differ from that of another version, and
+    from that of slots in other places: code is in an order that goes by the memory that they have in common."""
+    version = gm.__dict__["vescale_version"] = f"{sources()} {[*slots]}"
     return version
 
 

@@ -48,7 +48,7 @@ class AccumulatingStage(PipelineStage):
 class Pipeline:
     """Two ranks after one another, each with ``turns`` stages of two layers; two such pipelines share parameters."""
 
-    def __init__(self, turns: int = 1, stage: type[PipelineStage] = PipelineStage, *, reshard: bool = True) -> None:
+    def __init__(self, turns: int = 1, stage: type[PipelineStage] = PipelineStage) -> None:
         torch._dynamo.reset()
         self.mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
         self.place = self.mesh["pipeline"].get_local_rank()
@@ -58,7 +58,7 @@ class Pipeline:
         for number in range(self.place, 2 * turns, 2):
             module = Layers(2 * number, 2 * number + 2)
             module.load_state_dict(self.unsharded.state_dict(), strict=False)
-            vc.fully_shard(module, mesh=self.mesh["shard"], reshard_after_forward=reshard)
+            vc.fully_shard(module, mesh=self.mesh["shard"])
             module.compile(backend="vescale", options={"lowering": "eager"})
             self.modules.append(module)
             group = self.mesh["pipeline"].get_group()
@@ -105,18 +105,17 @@ def test_gradients_are_those_of_the_unsharded_layers(turns, stage):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("reshard", "kept"), [(True, 1), (False, 2)])  # of a stage's units, one by default
 @on_ranks(4)
-def test_micro_batches_under_no_sync_are_reduced_once_and_what_is_kept_is_gathered_once(reshard, kept):
+def test_micro_batches_under_no_sync_are_reduced_once():
     sent = []
     for stage in (PipelineStage, AccumulatingStage):
-        pipeline = Pipeline(stage=stage, reshard=reshard)
+        pipeline = Pipeline(stage=stage)
         pipeline.backward(0)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             pipeline.backward(1)
         sent.append([event.name for event in profiled.events()].count("c10d::send"))
     units = 2
-    assert sent[0] - sent[1] == (MICRO_BATCHES - 1) * (units + kept)
+    assert sent[0] - sent[1] == (MICRO_BATCHES - 1) * units
 
 
 @on_ranks(4)

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from vescale_compile.ragged.dtensor import RaggedDTensor
 from vescale_compile.ragged.placement import RaggedShardError
-from vescale_compile.runtime.writes import count_writes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -58,8 +57,7 @@ def run_to_items(name: str, start: int, stop: int, shape: torch.Size, properties
 
 
 def chunks(tensor: RaggedDTensor) -> list[ChunkStorageMetadata]:
-    """The boxes that this rank holds, in the order of its local tensor. Who asks will load into them, on all ranks."""
-    count_writes([tensor._local_tensor])
+    """The boxes that this rank holds, in the order of its local tensor."""
     return _as_chunks(_held_boxes(tensor))
 
 

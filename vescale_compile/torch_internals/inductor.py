@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
-from torch._guards import TracingContext as _TracingContext
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor.async_compile import AsyncCompile as _AsyncCompile
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen as _PythonWrapper
@@ -57,19 +56,9 @@ def inductor_compile(
         )
 
 
-def inductor_compile_inner(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, not_donated: Collection[str], **kwargs: Any
-) -> Any:
-    """What ``inner_compile`` stands in front of. Of a backward, code writes to no input that is ``not_donated``, by
-    name, though nothing else of the program reads it any more."""
-    metadata = _TracingContext.get().fw_metadata
-    donated = metadata.bw_donated_idxs if metadata is not None else None
-    if not donated or not kwargs.get("is_backward"):
-        return _compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
-    inputs = gm.graph.find_nodes(op="placeholder")
-    donated = [index for index in donated if inputs[index].name not in not_donated]
-    with mock.patch.object(metadata, "bw_donated_idxs", donated):
-        return _compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
+def inductor_compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """What ``inner_compile`` stands in front of."""
+    return _compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 @contextmanager
