@@ -16,6 +16,7 @@ from .quantize import BlockInt8, BlockQuantizer
 from .ragged.dtensor import RaggedDTensor
 from .runtime.life import ranks_of
 from .sharded_module import unit_of
+from .torch_internals.tracing import is_shape
 
 GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
 QuantizerFn = Callable[[str, nn.Parameter], BlockQuantizer | None]
@@ -124,7 +125,7 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
             raise ValueError(f"{where}is a DTensor ({param.placements}) already; shard plain parameters")
         elif is_lazy(param):
             raise ValueError(f"{where}is lazy: it has no shape yet. Run a forward once before fully_shard")
-        elif _has_operations_of_its_own(param):
+        elif not is_shape(param) and _has_operations_of_its_own(param):
             raise ValueError(
                 f"{where}is a {type(param).__name__}, whose operations are its own, as those of quantized weights are; "
                 "its shards would be plain tensors of what it stands for. Pass it in ignored_params, or shard a plain "
