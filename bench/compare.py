@@ -152,14 +152,15 @@ def _arguments() -> argparse.Namespace:
         args.ranks = 1
         if unfit := [name for name in args.systems or () if not SYSTEMS[name].fakes]:
             parser.error(f"--world: {', '.join(unfit)} can't run where collectives send nothing; leave it out")
-    if args.micro_batches > 1 and "communication-alone" in (args.systems or ()):
-        parser.error("--micro-batches: communication-alone does that of steps of one; leave it out")
+    if args.micro_batches > 1 and (unfit := [name for name in args.systems or () if not SYSTEMS[name].accumulating]):
+        parser.error(f"--micro-batches: {', '.join(unfit)} knows steps of one alone; leave it out")
     if args.systems is None:
         args.systems = [
             name
             for name, system in SYSTEMS.items()
-            if system.default and (system.fakes or args.world is None)
-            if args.micro_batches == 1 or name != "communication-alone"
+            if system.default
+            and (system.fakes or args.world is None)
+            and (system.accumulating or args.micro_batches == 1)
         ]
     if not any(policy in args.policies for name in args.systems for policy in SYSTEMS[name].policies):
         parser.error(f"--policies {','.join(args.policies)}: none of {', '.join(args.systems)} runs under them")

@@ -46,6 +46,7 @@ class System:
         rounds: whether what it sends is rounded, so that its results differ too.
         fakes: whether it runs on a process group whose collectives send nothing.
         accumulating: around a micro-batch that is not the step's last: given the forward, the model and the policy.
+            None for a yardstick that knows steps of one alone.
         planned_bytes: of its forward: what it said that a step will take on a rank, optimizer states apart.
         default: whether it is measured when no systems are named.
     """
@@ -57,7 +58,7 @@ class System:
     reduces: bool = True
     rounds: bool = False
     fakes: bool = True
-    accumulating: Callable[[Any, nn.Module, Policy], AbstractContextManager[None]] = lambda *_: nullcontext()
+    accumulating: Callable[[Any, nn.Module, Policy], AbstractContextManager[None]] | None = lambda *_: nullcontext()
     planned_bytes: Callable[[Any], int] | None = None
     default: bool = True
 
@@ -203,7 +204,7 @@ SYSTEMS = {
     system.name: system
     for system in (
         System("compute-alone", _alone, (Policy.REPLICATED,), reduces=False),
-        System("communication-alone", communication_alone, SHARDED, reduces=False),
+        System("communication-alone", communication_alone, SHARDED, reduces=False, accumulating=None),
         _ddp_system("ddp", compiled=False),
         _ddp_system("ddp-compile", compiled=True),
         _fsdp2_system("fsdp2", compiled=False),

@@ -212,7 +212,9 @@ class Trainer:
     def gradients(self) -> Tensor:
         """Forward and backward of each micro-batch; returns the loss, which they have in common."""
         for _ in range(self.job.workload.micro_batches - 1):
-            with SYSTEMS[self.job.system].accumulating(self.forward, self.model, self.job.policy):
+            accumulating = SYSTEMS[self.job.system].accumulating
+            assert accumulating is not None
+            with accumulating(self.forward, self.model, self.job.policy):
                 self._micro_batch()
         return self._micro_batch()
 

@@ -42,8 +42,8 @@ def _check_reach(node: fx.Node, source: fx.Node, buffer: fx.Node, mark: Buffer, 
     held = context.named(mark)
     if len(node.args) > 3 and node.args[3] is not None and not is_allocation(buffer):
         fail(context, node, f"a view of the {held} is at an offset from the beginning of what their slot is a part of")
-    unit, (begin, _), (start, stop) = context.units[mark.unit], _extent(source, buffer), _extent(node, buffer)
-    places = [_extent(buffer, buffer)]
+    unit, (begin, _), (start, stop) = context.units[mark.unit], _reach(source, buffer), _reach(node, buffer)
+    places = [_reach(buffer, buffer)]
     if mark.use is Use.PARAMETERS:
         size = buffer.meta["val"].itemsize
         views = (*unit.views, *unit.others)
@@ -56,11 +56,11 @@ def _check_reach(node: fx.Node, source: fx.Node, buffer: fx.Node, mark: Buffer, 
         )
 
 
-def _extent(node: fx.Node, buffer: fx.Node) -> tuple[int, int]:
+def _reach(node: fx.Node, buffer: fx.Node) -> tuple[int, int]:
     """The bytes of a buffer from the first to behind the last one of a view."""
     value, whole = value_of(node), value_of(buffer)
     assert value is not None and whole is not None
     offset = size_hint(value.storage_offset()) * value.itemsize - size_hint(whole.storage_offset()) * whole.itemsize
     steps = zip(value.shape, value.stride(), strict=True)
-    reach = 1 + sum((size_hint(size) - 1) * size_hint(stride) for size, stride in steps)
-    return offset, offset + (reach if size_hint(value.numel()) else 0) * value.itemsize
+    span = 1 + sum((size_hint(size) - 1) * size_hint(stride) for size, stride in steps)
+    return offset, offset + (span if size_hint(value.numel()) else 0) * value.itemsize

@@ -189,7 +189,7 @@ def _only_whole(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(save).bind(module, *args, **kwargs).arguments.get("state_dict")
-        state: Mapping[str, object] = module.state_dict() if given is None else given
+        state: Mapping[str, object] = dict(module.named_parameters()) if given is None else given
         sharded = next((name for name, value in state.items() if isinstance(value, RaggedDTensor)), None)
         if sharded is not None:
             raise RuntimeError(

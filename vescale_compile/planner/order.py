@@ -61,6 +61,7 @@ def greedy_order(kinds: Items, preference: Sequence[Item], shard: int, limit: in
     Args:
         preference: the kinds of items, most preferred first; each has a valid place in such shards.
     """
+    # Whose first is found at once, whatever was deleted before it.
     left = OrderedDict((item, kinds[item]) for item in preference if kinds[item])
     largest_first = sorted(left, reverse=True)
     order: list[Item] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from traceback import walk_stack
 from types import FrameType
 
 import torch
@@ -90,10 +91,9 @@ def _lost_in_safetensors(boxes: int, tensor: RaggedDTensor, writer: object) -> s
 
 def _writer(frame: FrameType | None) -> object:
     """That of the ``torch.distributed.checkpoint.save`` which asks, by a planner that does not say."""
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _SAVER and "storage_writer" in frame.f_locals:
-            return frame.f_locals["storage_writer"]
-        frame = frame.f_back
+    for caller, _ in walk_stack(frame):
+        if caller.f_globals.get("__name__") == _SAVER and "storage_writer" in caller.f_locals:
+            return caller.f_locals["storage_writer"]
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -35,8 +36,8 @@ _NOT_ELEMENTWISE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 def _way_out(frame: FrameType | None, otherwise: str) -> str:
     """What to do, by who asks for what can't be done; ``otherwise`` where that is nobody known."""
-    while frame is not None:
-        asking = frame.f_locals.get("self")
+    for caller, _ in walk_stack(frame):
+        asking = caller.f_locals.get("self")
         if isinstance(asking, _NOT_ELEMENTWISE):
             return (
                 f"{type(asking).__name__} looks at more of a parameter than single elements, and a rank has a shard. "
@@ -46,7 +47,6 @@ def _way_out(frame: FrameType | None, otherwise: str) -> str:
             return found
         if isinstance(asking, nn.parallel.DistributedDataParallel):
             return "Leave out DistributedDataParallel: gradients are averaged without it"
-        frame = frame.f_back
     return otherwise
 
 

@@ -6,6 +6,7 @@ Private names of PyTorch, tried on torch 2.11.0 to 2.13.0: no public function sa
 from __future__ import annotations
 
 import inspect
+from traceback import walk_stack
 from types import FrameType
 
 import torch
@@ -21,11 +22,10 @@ def asked_for_together(frame: FrameType | None) -> list[Tensor]:
 
     By ``torch.nn.utils``' total norm of gradients, or by a GradScaler, which takes the gradients of an optimizer.
     """
-    while frame is not None:
-        if frame.f_code is _TOTAL_NORM:
-            return list(frame.f_locals["tensors"])
-        if frame.f_code is _UNSCALE:
-            groups = frame.f_locals["optimizer"].param_groups
+    for caller, _ in walk_stack(frame):
+        if caller.f_code is _TOTAL_NORM:
+            return caller.f_locals["tensors"]
+        if caller.f_code is _UNSCALE:
+            groups = caller.f_locals["optimizer"].param_groups
             return [param.grad for group in groups for param in group["params"] if param.grad is not None]
-        frame = frame.f_back
     return []
