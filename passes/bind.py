@@ -20,6 +20,7 @@ from ..runtime.marker import unshard_param
 from ..runtime.unshard import unshard
 from ..torch_internals.tracing import mark_graph_input
 from .context import ON_SHARDS, CompileContext, GraphUnit, ParamInput, fail
+from .streams import check_streams
 from .strided import check_strided
 from .unwritten import check_unwritten
 
@@ -35,11 +36,12 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
     names = {node: param.name for node, param in markers.items()}
     check_unwritten(gm, names, context)
     check_strided(gm, names, context)
+    check_streams(gm, context)
     for node, param in markers.items():
         key = (param.unit, param.view)
         if key not in full:
             place = outside.get(node, node)
-            full.update(_unshard_before(place, param.unit, context.units[param.unit], flats[param.unit]))
+            full.update(_unshard_before(place, node, param.unit, context.units[param.unit], flats[param.unit]))
         full[key].meta.setdefault("example_value", node.meta.get("example_value"))
         node.replace_all_uses_with(full[key])
         gm.graph.erase_node(node)
@@ -107,16 +109,20 @@ def _toggles(node: fx.Node, opened: list[fx.Node]) -> tuple[bool, bool]:
     return not returns, returns
 
 
-def _unshard_before(node: fx.Node, ordinal: int, unit: GraphUnit, inputs: _Inputs) -> dict[tuple[int, int], fx.Node]:
-    """Gathers the unit before ``node``; returns a node for each of its views."""
+def _unshard_before(
+    node: fx.Node, marker: fx.Node, ordinal: int, unit: GraphUnit, inputs: _Inputs
+) -> dict[tuple[int, int], fx.Node]:
+    """Gathers the unit before ``node``, with the program's annotations of its first use; returns a node for each of its
+    views."""
     graph = node.graph
+    annotations = {"custom": dict(marker.meta["custom"])} if "custom" in marker.meta else {}
     turned_on = unit.shard.requires_grad and not torch.is_grad_enabled()  # by the program, in a region after this place
     with graph.inserting_before(node), _grad_enabled(graph, turned_on):
         gathered = graph.call_function(unshard, (*inputs, unit.views, unit.comm, unit.others))
-        return {
-            (ordinal, index): graph.call_function(operator.getitem, (gathered, index))
-            for index in range(len(unit.views))
-        }
+        views = [graph.call_function(operator.getitem, (gathered, index)) for index in range(len(unit.views))]
+    for each in (gathered, *views):
+        each.meta.update(annotations)
+    return {(ordinal, index): view for index, view in enumerate(views)}
 
 
 @contextlib.contextmanager

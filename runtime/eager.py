@@ -30,6 +30,17 @@ class _Gathered:
     params: tuple[Tensor, ...]
     memory: int
     version: int
+    there: tuple[torch.Stream, torch.Event] | None
+
+    def on_this_stream(self) -> tuple[Tensor, ...]:
+        """The parameters; on a GPU for the current stream, which may be another than the one that has gathered them."""
+        if self.there is not None:
+            gatherer, there = self.there
+            reader = torch.accelerator.current_stream(self.params[0].device)
+            if reader != gatherer:
+                reader.wait_event(there)
+                self.params[0].record_stream(reader)  # autograd may free them while it still reads
+        return self.params
 
     def written_to(self) -> bool:
         """Whether a parameter was, or given other memory (``weight.data = ...``), as PyTorch tells."""
@@ -84,7 +95,7 @@ def unsharded(binding: Binding) -> Tensor:
         gathered = _gather(buffer)
         if buffer in _open:
             _open[buffer] = gathered
-    return gathered.params[index]
+    return gathered.on_this_stream()[index]
 
 
 def _key(buffer: DBuffer) -> tuple[bool | int, ...]:
@@ -105,7 +116,15 @@ def _gather(buffer: DBuffer) -> _Gathered:
         params = unshard(flat, buffer.reductions_handle, views, buffer.comm(buffer.number), found=found)
     for param, shard in zip(params, buffer.params, strict=True):
         vars(param).update((name, mark) for name, mark in vars(shard).items() if not name.startswith(_NO_MARKS))
-    return _Gathered(_key(buffer), params, memory_of(params[0]), version_of(params[0]))
+    return _Gathered(_key(buffer), params, memory_of(params[0]), version_of(params[0]), _there(params[0]))
+
+
+def _there(param: Tensor) -> tuple[torch.Stream, torch.Event] | None:
+    """On a GPU, the stream that has just gathered it, and when that was done there."""
+    if param.device.type != "cuda":
+        return None
+    stream = torch.accelerator.current_stream(param.device)
+    return stream, stream.record_event()
 
 
 def _check_unwritten(buffer: DBuffer, gathered: _Gathered | None) -> None:

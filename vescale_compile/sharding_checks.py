@@ -22,6 +22,9 @@ GranularityFn = Callable[[str, nn.Parameter], Granularity | None]
 QuantizerFn = Callable[[str, nn.Parameter], BlockQuantizer | None]
 GradientQuantizerFn = Callable[[str, nn.Parameter], BlockInt8 | None]
 
+_NOT_BY_NCCL = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu})
+"""Of PyTorch's dtypes, complex ones apart."""
+
 
 class Quantizers(NamedTuple):
     """How a parameter and its gradient travel; None for as they are."""
@@ -137,6 +140,11 @@ def check_params(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
             raise ValueError(
                 f"{where}is complex, and NCCL takes no complex numbers. Hold its real view as the parameter "
                 "(torch.view_as_real), or pass it in ignored_params"
+            )
+        elif param.dtype in _NOT_BY_NCCL and mesh.device_type != "cpu":
+            raise ValueError(
+                f"{where}is {param.dtype}, which NCCL does not send: hold it as torch.int32 or torch.uint8, or pass it "
+                "in ignored_params"
             )
         elif param.numel() == 0:
             raise ValueError(f"{where}of shape {tuple(param.shape)} has no elements: pass it in ignored_params")

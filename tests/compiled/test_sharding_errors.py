@@ -172,9 +172,18 @@ def test_parameters_of_subclasses_without_operations_of_their_own_are_sharded():
         assert all(isinstance(param, RaggedDTensor) for param in model.parameters())
 
 
-def test_complex_parameters_are_refused_on_gpus():
-    model = nn.ParameterList([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
-    with fake_world(4), simulated_on("cuda"), pytest.raises(ValueError, match=r"'0' is complex, .*view_as_real"):
+@pytest.mark.parametrize(
+    ("dtype", "why"),
+    [
+        (torch.complex64, "is complex, .*view_as_real"),
+        (torch.int16, "is torch.int16, which NCCL does not send: .*int32"),
+    ],
+)
+def test_parameters_that_nccl_does_not_send_are_refused_on_gpus(dtype, why):
+    model = nn.ParameterList([nn.Parameter(torch.ones(2, 2, dtype=dtype), requires_grad=dtype.is_complex)])
+    with fake_world(4):
+        with simulated_on("cuda"), pytest.raises(ValueError, match=f"'0' {why}"):
+            vc.fully_shard(model)
         vc.fully_shard(model)
 
 

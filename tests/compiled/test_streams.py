@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import fake_world
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vescale_compile.runtime import arrivals, collectives, pool
+from vescale_compile.runtime import arrivals, collectives, eager, pool
 
 
 class Streams:
@@ -201,6 +201,25 @@ def test_the_average_over_replicas_follows_its_reduction_on_another_stream_and_t
         "communication1: all_reduce",
         "compute0 waits for all of communication1 up to line 8",
         "compute0 waits for all of communication1 up to line 13",
+    ]
+
+
+def test_what_one_stream_has_gathered_uncompiled_another_waits_for_before_it_reads_it(
+    gpu: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And PyTorch's allocator hears of it: autograd frees what was gathered when a backward is done with it."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, reader: gpu.log.append(f"kept for {reader.name}"))
+    gpu.run("gathers")
+    param = memory(4)
+    gathered = eager._Gathered((), (param,), 0, 0, eager._there(param))
+    gathered.on_this_stream()
+    with gpu.create("side"):
+        gathered.on_this_stream()
+    assert gpu.log[1:] == [
+        "compute0: gathers",
+        "new side0",
+        "side0 waits for all of compute0 up to line 2",
+        "kept for side0",
     ]
 
 

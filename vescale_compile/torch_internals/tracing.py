@@ -109,6 +109,16 @@ def turns_grad_on(gm: fx.GraphModule) -> bool:
     return any(node.args[0] for graph in all_graphs(gm) for node in graph.find_nodes(op="call_function", target=target))
 
 
+def names_a_stream(node: fx.Node) -> bool:
+    """Whether the program has chosen the stream that a node of Dynamo's graph runs on, or has it order streams."""
+    given = [arg.meta.get("example_value") for arg in node.all_input_nodes]
+    chosen = node.meta.get("custom", {}).get("stream") is not None
+    orders = str(node.target).startswith("streams.") or any(
+        isinstance(arg, torch.Stream | torch.Event) for arg in given
+    )
+    return chosen or orders
+
+
 def all_graphs(gm: fx.GraphModule) -> list[fx.Graph]:
     """That of a module, and those of its regions: checkpoints, ``autograd.Function``, and the like."""
     return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]

@@ -1,0 +1,32 @@
+"""Refuses programs that use a GPU's streams inside compiled code.
+
+Collectives are launched and waited for on the stream that the graph runs on, and slots are given away by the order of
+the graph's nodes. What runs on another stream is ordered by neither.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..torch_internals.tracing import all_graphs, names_a_stream
+from .context import CompileContext, fail
+from .unwritten import line_of
+
+
+def check_streams(gm: fx.GraphModule, context: CompileContext) -> None:
+    """
+    Args:
+        gm: Dynamo's graph; those of its regions are looked at, too.
+
+    Raises:
+        GraphError: a node runs on a stream that the program chose, or has one wait for another.
+    """
+    for node in (node for graph in all_graphs(gm) for node in graph.nodes):
+        if names_a_stream(node):
+            fail(
+                context,
+                node,
+                "compiled code uses streams of the program's own. Parameters are gathered for the stream that it is "
+                "called on: leave the streams out, or put what uses them, and reads no parameter, into a function "
+                "under torch.compiler.disable" + line_of(node, "a stream is used"),
+            )
