@@ -206,6 +206,32 @@ def over_replicas(pending: Pending, shards: Sequence[Tensor], replicas: dist.Pro
     return _on_stream("average", device, average) if device.type == "cuda" else _waited_once(average)
 
 
+def start_asking(
+    own: Sequence[bool], device: torch.device, groups: Sequence[dist.ProcessGroup]
+) -> Callable[[], list[bool]]:
+    """What it returns waits, and says which of the values ``own`` are True on any rank. On a GPU it is asked behind the
+    reductions that are in flight, which would otherwise hold up computation: NCCL does one thing after another."""
+    asked: list[Tensor] = []
+
+    def run() -> None:
+        mask = torch.tensor(own, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+        mask = mask.to(device, non_blocking=True)  # from pageable memory the host would wait for all the GPU has to do
+        for group in groups:
+            dist.all_reduce(mask, dist.ReduceOp.MAX, group)
+        asked.append(mask)
+
+    def answer() -> list[bool]:
+        pending.wait()
+        return [bool(value) for value in asked[0].tolist()]
+
+    pending: Pending = Nothing()
+    if device.type == "cuda":
+        pending = _on_stream("reduce", device, run)
+    else:
+        run()
+    return answer
+
+
 def checked_for_nan() -> bool:
     """Whether somebody looks for NaN in all of a slot, padding too: NCCL in whatever it sends
     (``TORCH_NCCL_NAN_CHECK``), or Inductor in whatever a graph is given (``TORCHINDUCTOR_NAN_ASSERTS``)."""

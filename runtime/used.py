@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-import torch
-import torch.distributed as dist
-
+from .collectives import start_asking
 from .dbuffer import DBuffer
 from .life import life
 from .messages import CAME_TO_SOMETHING_ELSE
@@ -43,18 +41,14 @@ def used_on_any_rank(buffer: DBuffer, used: set[int], *, trained: AbstractSet[in
     """
     if len(buffer.params) == 1 or alike:
         return used
-    device = buffer.shard.device
     own = [index in used for index in range(len(buffer.params))]
-    mask = torch.tensor(own, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    mask = mask.to(device, non_blocking=True)  # from pageable memory the host would wait for all that the GPU has to do
-    for group in filter(None, (buffer.group, buffer.replicas)):
-        try:
-            dist.all_reduce(mask, dist.ReduceOp.MAX, group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"[rank {buffer.rank}] unit {buffer.name}: waited in vain for the other ranks to say which of its "
-                f"parameters they used; one of them {CAME_TO_SOMETHING_ELSE}: {error}"
-            ) from error
+    try:
+        answer = start_asking(own, buffer.shard.device, [group for group in (buffer.group, buffer.replicas) if group])
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"[rank {buffer.rank}] unit {buffer.name}: waited in vain for the other ranks to say which of its "
+            f"parameters they used; one of them {CAME_TO_SOMETHING_ELSE}: {error}"
+        ) from error
     if trained <= used:  # who needs no answer does not wait for it
         return used
-    return {index for index, anywhere in enumerate(mask.tolist()) if anywhere}
+    return {index for index, anywhere in enumerate(answer()) if anywhere}

@@ -223,6 +223,23 @@ def test_what_one_stream_has_gathered_uncompiled_another_waits_for_before_it_rea
     ]
 
 
+def test_which_parameters_other_ranks_used_is_asked_behind_reductions_and_not_waited_for_without_need(
+    gpu: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = functools.partial(torch.tensor, pin_memory=False)
+    monkeypatch.setattr(torch, "tensor", lambda *args, pin_memory, **options: tensor(*args, **options))
+    monkeypatch.setattr(torch.Tensor, "to", lambda values, device, non_blocking: memory(values.numel()))
+    collectives.start_reduce_scatter(memory(8), memory(4), memory(0), dist.group.WORLD)
+    collectives.start_asking([True, False], memory(0).device, [dist.group.WORLD])
+    assert gpu.log[1:] == [
+        "new communication0",
+        "communication0 waits for compute0",
+        "communication0: reduce_scatter_single",
+        "communication0 waits for compute0",
+        "communication0: all_reduce",
+    ]
+
+
 def left(gpu: Streams) -> arrivals.Arrival:
     """What a reduction on the current stream writes."""
     arrival = arrivals.Arrival(0, memory(4), (memory(8),), lambda: None, gpu.current)
