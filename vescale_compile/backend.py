@@ -44,6 +44,7 @@ from .torch_internals.inductor import (
     passes_left_out,
 )
 from .torch_internals.inductor_graphs import (
+    begin_at_operands,
     forget_mutation_regions,
     remove_what_does_nothing,
     remove_whole_views,
@@ -182,7 +183,9 @@ def _lower_inductor(
             return add_slots(run_boxed(gm), slots)
         forget_mutation_regions(gm.graph)
         remove_whole_views(gm)
-        store_as_computed(gm.graph, bases_of(gm.graph))
+        bases = bases_of(gm.graph)
+        begin_at_operands(gm.graph, bases)
+        store_as_computed(gm.graph, bases)
         version = mark_version(gm, slots)
         added = gm.graph.find_nodes(op="placeholder")[len(inputs) :]
         examples = [*inputs, *(node.meta["val"] for node in added)]

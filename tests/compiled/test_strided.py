@@ -46,11 +46,11 @@ class Strides(nn.Module):
         return self.view().sum() + 0 * self.first.sum()
 
 
-@pytest.mark.parametrize("how", ["without", "copy of it"])
+@pytest.mark.parametrize(("how", "lowering"), [("without", "eager"), ("without", "inductor"), ("copy of it", "eager")])
 @on_ranks(2)
-def test_strides_count_from_where_a_parameter_begins(how):
+def test_strides_count_from_where_a_parameter_begins(how, lowering):
     torch._dynamo.reset()
-    model, call = models.sharded(Strides)
+    model, call = models.sharded(Strides, compile=lowering)
     model.how = how
     assert call().item() == 4 + 5 + 8 + 9
 

@@ -6,6 +6,7 @@ Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,24 @@ def remove_whole_views(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+_COUNTS_FROM_OPERAND = "storage_offset_relative_to_input_storage" in inspect.signature(_lowering.as_strided).parameters
+"""Whether ``as_strided`` without an offset begins where its operand does, as in eager mode (not in 2.11)."""
+
+
+def begin_at_operands(graph: fx.Graph, bases: Mapping[fx.Node, fx.Node]) -> None:
+    """Has ``as_strided`` begin where its operand does if the program gave it no offset. Lowered as it is, it may begin
+    where the memory does that the operand is a view of, which of a parameter is another's.
+
+    Args:
+        bases: by node, whose memory its result is a view of.
+    """
+    for node in () if _COUNTS_FROM_OPERAND else graph.find_nodes(op="call_function", target=_AS_STRIDED):
+        operand = node.args[0].meta["val"]
+        if len(node.args) < 4 and node.kwargs.get("storage_offset") is None:
+            offset = operand.storage_offset() - bases[node].meta["val"].storage_offset()
+            node.args = (*node.args[:3], offset)
+
+
 def _does_nothing(node: fx.Node) -> bool:
     if node.target not in _post_grad.noop_registry:
         return False
@@ -62,6 +81,8 @@ def _does_nothing(node: fx.Node) -> bool:
         return False
     return bool(condition(*args, **kwargs))
 
+
+_AS_STRIDED = torch.ops.aten.as_strided.default
 
 # Lowered to a choice of kernels, of which few are generated, and none fused with what reads or writes a slot.
 _EXTERN_KERNELS = frozenset(
