@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -32,7 +32,8 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
     flats = _insert_inputs(gm.graph, placeholders[0], context)
     outside = _outside_regions(gm.graph)
     full: dict[tuple[int, int], fx.Node] = {}
-    markers = {node: _param_of(node, placeholders, context) for node in gm.graph.nodes if node.target is unshard_param}
+    positions = {placeholder: position for position, placeholder in enumerate(placeholders)}
+    markers = {node: _param_of(node, positions, context) for node in gm.graph.nodes if node.target is unshard_param}
     names = {node: param.name for node, param in markers.items()}
     check_unwritten(gm, names, context)
     check_strided(gm, names, context)
@@ -55,9 +56,8 @@ def bind(gm: fx.GraphModule, context: CompileContext) -> None:
         gm.graph.erase_node(placeholders[position])
 
 
-def _param_of(marker: fx.Node, placeholders: list[fx.Node], context: CompileContext) -> ParamInput:
-    source = cast(fx.Node, marker.args[0])
-    position = placeholders.index(source) if source in placeholders else -1
+def _param_of(marker: fx.Node, positions: Mapping[fx.Node, int], context: CompileContext) -> ParamInput:
+    position = positions.get(cast(fx.Node, marker.args[0]), -1)
     if position not in context.params:
         fail(context, marker, "unshard_param is called on something that is no sharded parameter of the graph")
     return context.params[position]

@@ -16,6 +16,7 @@ and no other graph runs in between, its gather is launched while the forward end
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -76,9 +77,9 @@ def hand_over(halves: Halves, units: frozenset[int], results: int) -> None:
     first, again = _gathers(forward), _gathers(backward)
     output = forward.graph.output_node()
     outputs = list(cast(Sequence[Any], output.args[0]))
+    places = {str(value): place for place, value in enumerate(outputs) if place >= results}
     for unit in sorted(units):
-        shard = _become_input(again[unit])
-        outputs[[str(value) for value in outputs].index(shard, results)] = first[unit]
+        outputs[places[_become_input(again[unit])]] = first[unit]
     output.args = (tuple(outputs),)
     for half in halves:
         half.recompile()
@@ -141,7 +142,7 @@ def _to_carry(step: Step, kept: frozenset[int], context: CompileContext) -> froz
 def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
     """The units to keep, by ordinal, the one that is worth most first."""
     order = step.gathered_again
-    most = next((count for count in range(len(order), 0, -1) if step.planned(frozenset(order[:count])) <= budget), 0)
+    most = bisect_right(range(1, len(order) + 1), budget, key=lambda count: step.planned(frozenset(order[:count])))
     counts = sorted({max(most - less, 0) for less in (0, *(1 << power for power in range(len(order).bit_length())))})
     seconds = {count: _seconds(step, frozenset(order[:count]), budget) for count in counts} if most else {0: 0.0}
     fast = [count for count in seconds if seconds[count] <= min(seconds.values()) * _EQUAL]

@@ -238,9 +238,9 @@ class _Sinking:
         drops = value.target in CASTS and (self._only_rounds(value) or place.fits(value_of(value)))
         if drops and not self._is_shared(value):
             value = self._drop(value)
-        last_input = self.graph.find_nodes(op="placeholder")[-1]
         shared = self._is_shared(value)
-        with self.graph.inserting_before((last_input if value.op == "placeholder" else value).next):
+        before = self.graph.find_nodes(op="placeholder")[-1] if value.op == "placeholder" else value
+        with self.graph.inserting_before(before.next):
             copy = call(self.graph, _aten.copy_.default, place.insert(), value)
         if shared:
             why = _SHARED

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -48,7 +48,7 @@ def check_copies(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compil
 def check_written(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
     """When gradients are reduced each parameter's place was written: with its gradient, or with zeros. What an earlier
     tenant of the slot left between places is nobody's, and nothing is added to what it left in them."""
-    written: dict[fx.Node, list[tuple[int, int]]] = defaultdict(list)
+    written: dict[fx.Node, _Written] = defaultdict(_Written)
     for node in graph.nodes:
         comm = comm_of(node)
         for place in written_by(node) if comm is None else ():
@@ -57,23 +57,42 @@ def check_written(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compi
                 start, stop = _extent(place, buffer)
                 if not _accumulates(node):
                     _check_unwritten(start, stop, written[buffer], node, buffer, context)
-                if not _accumulates(node) or _first_unwritten(start, stop, written[buffer]) == stop:
-                    written[buffer].append((start, stop))
+                    written[buffer].add(start, stop)
         if node.op == "output" or (comm is not None and comm.kind == REDUCE_SCATTER and comm.role is Role.LAUNCH):
             for buffer in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
                 if _is_gradients(buffer):
                     _check_covered(buffer, written[buffer], context)
 
 
+class _Written:
+    """Elements of a buffer that were written, as intervals which have none in common."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, start: int, stop: int) -> None:
+        at = bisect_right(self._starts, start)
+        self._starts.insert(at, start)
+        self._stops.insert(at, stop)
+
+    def any(self, start: int, stop: int) -> bool:
+        at = bisect_right(self._stops, start)
+        return at < len(self._starts) and self._starts[at] < stop
+
+    def first_without(self, start: int, stop: int) -> int:
+        """The first of the elements that was not written; ``stop`` if there is none."""
+        at = bisect_right(self._stops, start)
+        while start < stop and at < len(self._starts) and self._starts[at] <= start:
+            start = self._stops[at]
+            at += 1
+        return min(start, stop)
+
+
 def _check_unwritten(
-    start: int,
-    stop: int,
-    written: Sequence[tuple[int, int]],
-    node: fx.Node,
-    buffer: fx.Node,
-    context: CompileContext,
+    start: int, stop: int, written: _Written, node: fx.Node, buffer: fx.Node, context: CompileContext
 ) -> None:
-    if any(begin < stop and start < end for begin, end in written):
+    if written.any(start, stop):
         name = context.units[marked_buffer(buffer).unit].name
         fail(context, node, f"a gradient of unit {name} is written where one was written before")
 
@@ -83,13 +102,6 @@ def _accumulates(node: fx.Node) -> bool:
     if node.target is ops.matmul_into:
         return bool(node.args[3])
     return node.target is torch.ops.aten.index_put_.default and len(node.args) > 3 and bool(node.args[3])
-
-
-def _first_unwritten(start: int, stop: int, written: Sequence[tuple[int, int]]) -> int:
-    """The first of the elements that no write has reached; ``stop`` if there is none."""
-    for begin, end in sorted(written):
-        start = max(start, end) if begin <= start else start
-    return min(start, stop)
 
 
 def _is_gradients(buffer: fx.Node) -> bool:
@@ -105,12 +117,12 @@ def _extent(place: fx.Node, buffer: fx.Node) -> tuple[int, int]:
     return start, start + int(value.numel())
 
 
-def _check_covered(buffer: fx.Node, written: Sequence[tuple[int, int]], context: CompileContext) -> None:
+def _check_covered(buffer: fx.Node, written: _Written, context: CompileContext) -> None:
     mark = marked_buffer(buffer)
     unit = context.units[mark.unit]
     for view in (*unit.views, *unit.others):
         stop = view.offset + view.numel
-        at = _first_unwritten(view.offset, stop, written)
+        at = written.first_without(view.offset, stop)
         if at < stop:
             fail(
                 context,

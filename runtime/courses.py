@@ -33,7 +33,7 @@ from .arrivals import next_number, settle, wait_for_uses
 from .backwards import running_backward
 from .collectives import Nothing, Pending
 from .life import Life, life
-from .writes import Watch, stop_watching
+from .writes import Watch
 
 if TYPE_CHECKING:
     from .dbuffer import DBuffer
@@ -86,14 +86,13 @@ class _Ahead:
     def is_stale(self) -> bool:
         """Whether a shard was written to since: asked once, when it is wanted."""
         try:
-            return self.watch.end()
+            return self.watch.is_stale()
         except RuntimeError:
             self.end()
             raise
 
     def end(self) -> None:
         """Waits for what nobody takes."""
-        self.watch.leave()
         self.pending.wait()
 
     def by_source(self) -> dict[StorageWeakRef, Tensor]:
@@ -294,7 +293,6 @@ def forget() -> None:
     """Of a life that has ended, in which nothing arrives any more."""
     global _last
     _last = None
-    stop_watching()
 
 
 def memory_of_gather(shard: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

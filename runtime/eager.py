@@ -19,7 +19,7 @@ from .boundary import Binding, flat_input
 from .dbuffer import DBuffer
 from .model import Forward
 from .unshard import unshard
-from .writes import memory_of, version_of
+from .writes import Watch, memory_of, version_of
 
 
 @dataclass
@@ -31,6 +31,7 @@ class _Gathered:
     memory: int
     version: int
     there: tuple[torch.Stream, torch.Event] | None
+    watch: Watch  # of the shard: writes to an alias of it (``weight.detach()``) show in no version of its own
 
     def on_this_stream(self) -> tuple[Tensor, ...]:
         """The parameters; on a GPU for the current stream, which may be another than the one that has gathered them."""
@@ -41,6 +42,10 @@ class _Gathered:
                 reader.wait_event(there)
                 self.params[0].record_stream(reader)  # autograd may free them while it still reads
         return self.params
+
+    def is_of(self, buffer: DBuffer) -> bool:
+        """Whether it is what would be gathered now."""
+        return self.key == _key(buffer) and not self.watch.written
 
     def written_to(self) -> bool:
         """Whether a parameter was, or given other memory (``weight.data = ...``), as PyTorch tells."""
@@ -90,7 +95,7 @@ def unsharded(binding: Binding) -> Tensor:
     if _running:  # between two compiled graphs none does
         _keep_open(buffer)
     gathered = _open.get(buffer)
-    if gathered is None or gathered.key != _key(buffer):
+    if gathered is None or not gathered.is_of(buffer):
         _check_unwritten(buffer, gathered)
         gathered = _gather(buffer)
         if buffer in _open:
@@ -116,7 +121,8 @@ def _gather(buffer: DBuffer) -> _Gathered:
         params = unshard(flat, buffer.reductions_handle, views, buffer.comm(buffer.number), found=found)
     for param, shard in zip(params, buffer.params, strict=True):
         vars(param).update((name, mark) for name, mark in vars(shard).items() if not name.startswith(_NO_MARKS))
-    return _Gathered(_key(buffer), params, memory_of(params[0]), version_of(params[0]), _there(params[0]))
+    memory, version, watch = memory_of(params[0]), version_of(params[0]), Watch([buffer.shard])
+    return _Gathered(_key(buffer), params, memory, version, _there(params[0]), watch)
 
 
 def _there(param: Tensor) -> tuple[torch.Stream, torch.Event] | None:

@@ -37,8 +37,12 @@ class Model:
         return self._root() if self._root is not None else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
-        """One of no buffers: their copies are added as they are made. The root's copy is there, and empty yet."""
-        return Model(root=memo.get(id(self.root)))
+        """One of no buffers and no root: their copies are added as they are made."""
+        return Model()
+
+    def belongs_to(self, root: nn.Module) -> None:
+        """Says which module was sharded."""
+        self._root = weakref.ref(root)
 
 
 class Forward:

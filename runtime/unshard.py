@@ -107,7 +107,7 @@ class _Unshard(torch.autograd.Function):
         if ctx.found is not None:
             ctx.found[:] = indices
         numel = ctx.shard_numel * comm.world_size
-        absent = [view for index, view in enumerate(ctx.views) if index not in indices]
+        absent = [view for view, grad in zip(ctx.views, grads, strict=True) if grad is None]
         unused = _unused(offsets, [*absent, *ctx.others])
         packed = ops.pack(present, offsets, indices, unused, numel, comm.reduce_dtype, comm.unit)
         return reduce_scatter(packed, ctx.reductions, comm).to(ctx.shard_dtype), None, None, None, None, None

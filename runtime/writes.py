@@ -1,4 +1,4 @@
-"""Writes to shards while they are gathered ahead of where they are read.
+"""Writes to shards between where they are gathered and where they are read.
 
 Whether such a gather is repeated must be the same on every rank. So what counts is what a program writes to a sharded
 parameter, or to a view or an alias of one: all ranks do, also those that hold nothing of it. What one writes to the
@@ -8,55 +8,46 @@ elements that it holds itself (``to_local()``) the others can't know of, and it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
 
 
 class Watch:
-    """Of shards, from now on."""
+    """Of shards, from now on, for as long as it is kept."""
 
     def __init__(self, shards: Sequence[Tensor]) -> None:
         self._shards, self._versions = shards, [version_of(shard) for shard in shards]
         self._memory = {memory_of(shard) for shard in shards}
-        self._written = False
-        _watching.append(self)
+        self.written = False  # by all ranks
+        _watching.add(self)
 
-    def end(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether any was written to meanwhile.
 
         Raises:
             RuntimeError: this rank has written to elements of its own alone.
         """
-        self.leave()
-        if not self._written and self._versions != [version_of(shard) for shard in self._shards]:
+        if not self.written and self._versions != [version_of(shard) for shard in self._shards]:
             raise RuntimeError(
                 f"[rank {dist.get_rank()}] what to_local() gives of a parameter was written to inside a forward or a "
                 "backward, when the parameter was being gathered for the layer that comes next. Other ranks can't know "
                 "of it: write to the parameter itself, on all ranks, or between steps"
             )
-        return self._written
-
-    def leave(self) -> None:
-        if self in _watching:
-            _watching.remove(self)
+        return self.written
 
     def see(self, written: Iterable[Tensor]) -> None:
-        self._written = self._written or any(memory_of(each) in self._memory for each in written)
+        self.written = self.written or any(memory_of(each) in self._memory for each in written)
 
 
-_watching: list[Watch] = []
+_watching: WeakSet[Watch] = WeakSet()
 
 
 def count_writes(written: Iterable[Tensor]) -> None:
     """Says that all ranks have written to sharded tensors, of which these are this rank's elements."""
     for watch in _watching:
         watch.see(written)
-
-
-def stop_watching() -> None:
-    """Forgets what nobody will ask about."""
-    _watching.clear()
 
 
 def version_of(tensor: Tensor) -> int:

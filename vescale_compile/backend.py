@@ -52,7 +52,7 @@ from .torch_internals.inductor_graphs import (
 )
 from .torch_internals.inductor_order import order_kept
 from .torch_internals.inductor_reads import CheckedReads, reads_known_by_their_writes
-from .torch_internals.tracing import allow_sizes_that_depend_on_values
+from .torch_internals.tracing import allow_what_depends_on_values
 from .unaveraged import warn_of_unaveraged
 from .undivided import warn_of_one_unit
 from .warm_start import WarmStart, cacheable_functions, identify, mark_version
@@ -111,7 +111,7 @@ def vescale(
         warn_of_unaveraged(gm, example_inputs)
         warn_of_one_unit(buffers)
     with others_hear_of_failures(buffers):
-        allow_sizes_that_depend_on_values()
+        allow_what_depends_on_values()
         captured = capture(gm, example_inputs, read, trial)
         run = _lowered(captured, example_inputs, read, on_graph, generate_code)
         report = GraphReport.of(captured)

@@ -25,6 +25,7 @@ from .runtime import courses, eager
 from .runtime.agreement import agree_on_buffers
 from .runtime.boundary import Binding, binding_of
 from .runtime.dbuffer import DBuffer
+from .runtime.model import Model
 from .storage import convert_buffer
 from .torch_internals.autograd import in_backward
 from .unaveraged import warn_of_unaveraged_in
@@ -78,6 +79,7 @@ class ShardedModule(nn.Module):
 
     _vescale_access: dict[str, Access]
     _vescale_unit: Unit | None
+    _vescale_model: Model | None = None  # whose root it is
     _vescale_methods: tuple[str, ...] = ()  # those that were registered as forwards
     _vescale_dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of its first sharded parameter, and as it is read
 
@@ -144,6 +146,11 @@ class ShardedModule(nn.Module):
         if isinstance(reduced, str) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced  # the class has its own way
         return _new, (_ClassOf(type(self)),), *reduced[2:]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._vescale_model is not None and self._vescale_model.root is None:  # a deep copy, by now of the root too
+            self._vescale_model.belongs_to(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuses to replace a sharded parameter by another tensor; tying it to another sharded one is fine."""

@@ -21,7 +21,7 @@ from .runtime.boundary import Binding
 from .runtime.dbuffer import CommPolicy, DBuffer, GradientSync
 from .runtime.model import Model
 from .sharded_class import make_sharded, note_dtypes
-from .sharded_module import Access, Unit, buffers_in, unit_of
+from .sharded_module import Access, ShardedModule, Unit, buffers_in, unit_of
 from .sharding_checks import (
     GradientQuantizerFn,
     GranularityFn,
@@ -148,7 +148,7 @@ def fully_shard(
     note_dtypes(module)
     note_spread(module.parameters())
     buffers = buffers_in(module)
-    model = Model(buffers, module)
+    model = cast(ShardedModule, module)._vescale_model = Model(buffers, module)
     for buffer in buffers:
         buffer.model = model
     stale_optimizers.watch()

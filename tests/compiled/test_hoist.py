@@ -1,10 +1,13 @@
 """Which regions of a captured graph are let in."""
 
+import functools
+
 import models
 import pytest
 import torch
 from ranks import fake_world, on_ranks
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.func import functional_call
 
 import vescale_compile as vc
@@ -30,6 +33,19 @@ class Gated(nn.Module):
             return functional_call(self.cell, read, (x,))
 
         return torch.cond(x.sum() > 0, run, torch.sin, (x,))
+
+
+class Repeated(nn.Linear):
+    """Runs on what it has computed as often as the batch says."""
+
+    def forward(self, x):
+        weight, bias = self.weight.clone(), self.bias.clone()
+        times, zero = (x.sum() > 0).long() + 2, torch.zeros((), dtype=torch.int64)
+
+        def run(done, x):
+            return done + 1, nn.functional.linear(x, weight, bias).tanh()
+
+        return while_loop(lambda done, x: done < times, run, (zero, x))[1]
 
 
 @torch.compiler.nested_compile_region
@@ -60,10 +76,11 @@ def test_what_an_operator_is_given_to_run_reads_no_sharded_parameter():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["before", "functional"])
+@pytest.mark.parametrize("how", ["before", "functional", "repeated"])
 def test_it_takes_copies_of_parameters_that_were_read_before(how):
     torch._dynamo.reset()
-    reference, model = (nn.Sequential(*(Gated(how) for _ in range(3))) for _ in range(2))
+    build = functools.partial(Repeated, 4, 4) if how == "repeated" else functools.partial(Gated, how)
+    reference, model = (nn.Sequential(*(build() for _ in range(3))) for _ in range(2))
     model.load_state_dict(reference.state_dict())
     call = torch.compile(vc.fully_shard(model), backend="vescale", options={"lowering": "eager"})
     x = torch.arange(12.0).view(3, 4) - 5

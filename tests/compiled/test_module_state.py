@@ -243,6 +243,19 @@ def test_deepcopy_gives_a_model_of_its_own():
     assert twin(*data[0]).item() != before
 
 
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_a_copied_model_is_converted_as_a_whole_alone(optimizer_first):
+    """Also if it is a part of what is copied, and its parameters were come upon before it."""
+    with fake_world(2):
+        model = vc.fully_shard(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+        before = torch.optim.SGD(model.parameters()) if optimizer_first else None
+        _, copied = copy.deepcopy((before, model))
+        with pytest.raises(
+            RuntimeError, match=r"a conversion of a part of the model would give parameter '0\.0\.weight'"
+        ):
+            copied[0][0].to(torch.bfloat16)
+
+
 @on_ranks(2)
 def test_a_copy_that_is_made_under_no_sync_averages_its_gradients():
     model = vc.fully_shard(nn.Linear(3, 1))

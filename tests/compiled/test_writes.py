@@ -1,12 +1,13 @@
 """A write to a parameter in a forward is refused, in every way in which Python can say it."""
 
+import copy
 import re
 
 import models
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import fake_world, on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +129,29 @@ def test_an_operator_of_which_another_overload_writes_is_let_in():
     torch._dynamo.reset()
     _, call = models.sharded(Scales)
     assert call(torch.ones(4, 4)).item() == 32.0
+
+
+@pytest.mark.parametrize("how", ["method", "detach", "data", "row"])
+def test_what_is_written_to_shards_in_an_uncompiled_forward_is_read_after_it(how):
+    class Doubled(nn.Linear):
+        def forward(self):
+            before = self.weight.sum()
+            with torch.no_grad():
+                (shard,) = self.parameters()
+                match how:
+                    case "method":
+                        shard.mul_(2)
+                    case "detach":
+                        shard.detach().mul_(2)
+                    case "data":
+                        shard.data.mul_(2)
+                    case "row":
+                        shard[0].mul_(2)
+            return before, self.weight.sum()
+
+    with fake_world(1):
+        plain = Doubled(4, 1, bias=False)
+        assert vc.fully_shard(copy.deepcopy(plain))() == plain()
 
 
 @pytest.mark.parametrize("how", ["other data", *(way for way in WAYS if way not in ("data", "max_norm"))])

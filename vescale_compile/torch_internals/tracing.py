@@ -32,13 +32,13 @@ def tracing_fake_mode() -> FakeTensorMode:
     return mode
 
 
-def allow_sizes_that_depend_on_values() -> None:
+def allow_what_depends_on_values() -> None:
     """Lets the compilation in progress have operators whose results are as large as their inputs' values say, as an
-    assignment through a mask has. Dynamo would break the graph for them, but not where calls are allowed in it whose
-    insides it does not see."""
+    assignment through a mask has, or numbers, as the backward of a ``while_loop`` asks for. Dynamo would break the
+    graph for them, but not where calls are allowed in it whose insides it does not see."""
     env = tracing_fake_mode().shape_env
     assert env is not None
-    env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True)
+    env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True, allow_scalar_outputs=True)
 
 
 def shapes_only() -> AbstractContextManager[Any]:
