@@ -115,13 +115,12 @@ def _unshard_before(
     """Gathers the unit before ``node``, with the program's annotations of its first use; returns a node for each of its
     views."""
     graph = node.graph
-    annotations = {"custom": dict(marker.meta["custom"])} if "custom" in marker.meta else {}
     turned_on = unit.shard.requires_grad and not torch.is_grad_enabled()  # by the program, in a region after this place
     with graph.inserting_before(node), _grad_enabled(graph, turned_on):
         gathered = graph.call_function(unshard, (*inputs, unit.views, unit.comm, unit.others))
         views = [graph.call_function(operator.getitem, (gathered, index)) for index in range(len(unit.views))]
     for each in (gathered, *views):
-        each.meta.update(annotations)
+        each.meta["custom"] = dict(marker.meta.get("custom") or {})
     return {(ordinal, index): view for index, view in enumerate(views)}
 
 

@@ -142,6 +142,7 @@ def _to_carry(step: Step, kept: frozenset[int], context: CompileContext) -> froz
 def _worth_keeping(step: Step, budget: int) -> Sequence[int]:
     """The units to keep, by ordinal, the one that is worth most first."""
     order = step.gathered_again
+    # As if a step took more with each. How slots fill may say otherwise, and then fewer are kept than would fit.
     most = bisect_right(range(1, len(order) + 1), budget, key=lambda count: step.planned(frozenset(order[:count])))
     counts = sorted({max(most - less, 0) for less in (0, *(1 << power for power in range(len(order).bit_length())))})
     seconds = {count: _seconds(step, frozenset(order[:count]), budget) for count in counts} if most else {0: 0.0}

@@ -1,4 +1,4 @@
-"""Refuses programs that use a GPU's streams inside compiled code.
+"""Refuses programs that use a GPU's streams, or events, inside compiled code.
 
 Collectives are launched and waited for on the stream that the graph runs on, and slots are given away by the order of
 the graph's nodes. What runs on another stream is ordered by neither.
@@ -26,7 +26,7 @@ def check_streams(gm: fx.GraphModule, context: CompileContext) -> None:
             fail(
                 context,
                 node,
-                "compiled code uses streams of the program's own. Parameters are gathered for the stream that it is "
-                "called on: leave the streams out, or put what uses them, and reads no parameter, into a function "
-                "under torch.compiler.disable" + line_of(node, "a stream is used"),
+                "compiled code uses streams or events of a GPU, or synchronizes it. Parameters are gathered for the "
+                "stream that it is called on, as the schedule says: leave that out, or put what does it, and reads no "
+                "parameter, into a function under torch.compiler.disable" + line_of(node, "it is done"),
             )

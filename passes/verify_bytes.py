@@ -72,6 +72,7 @@ class _Written:
         self._stops: list[int] = []
 
     def add(self, start: int, stop: int) -> None:
+        assert start < stop
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._stops.insert(at, stop)

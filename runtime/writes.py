@@ -46,7 +46,7 @@ _watching: WeakSet[Watch] = WeakSet()
 
 def count_writes(written: Iterable[Tensor]) -> None:
     """Says that all ranks have written to sharded tensors, of which these are this rank's elements."""
-    for watch in _watching:
+    for watch in tuple(_watching):  # of several GPUs' backwards each has a thread
         watch.see(written)
 
 

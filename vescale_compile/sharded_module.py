@@ -79,7 +79,7 @@ class ShardedModule(nn.Module):
 
     _vescale_access: dict[str, Access]
     _vescale_unit: Unit | None
-    _vescale_model: Model | None = None  # whose root it is
+    _vescale_model: Model | None = None  # whose root it is, or was, if it has been sharded again as a part
     _vescale_methods: tuple[str, ...] = ()  # those that were registered as forwards
     _vescale_dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of its first sharded parameter, and as it is read
 

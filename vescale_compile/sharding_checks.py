@@ -23,7 +23,7 @@ QuantizerFn = Callable[[str, nn.Parameter], BlockQuantizer | None]
 GradientQuantizerFn = Callable[[str, nn.Parameter], BlockInt8 | None]
 
 _NOT_BY_NCCL = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu})
-"""Of PyTorch's dtypes, complex ones apart."""
+"""Besides complex ones. Of what is narrower than a byte there are no parameters."""
 
 
 class Quantizers(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fake_world
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vescale_compile.runtime import arrivals, collectives, eager, pool
 from vescale_compile.runtime.writes import Watch
@@ -231,13 +231,19 @@ def test_which_parameters_other_ranks_used_is_asked_behind_reductions_and_not_wa
     monkeypatch.setattr(torch, "tensor", lambda *args, pin_memory, **options: tensor(*args, **options))
     monkeypatch.setattr(torch.Tensor, "to", lambda values, device, non_blocking: memory(values.numel()))
     collectives.start_reduce_scatter(memory(8), memory(4), memory(0), dist.group.WORLD)
-    collectives.start_asking([True, False], memory(0).device, [dist.group.WORLD])
+    monkeypatch.setattr(FakeTensor, "tolist", lambda _: [gpu.run("reads")])
+    answer = collectives.start_asking([True, False], memory(0).device, [dist.group.WORLD])
+    gpu.run("computes")
+    answer()
     assert gpu.log[1:] == [
         "new communication0",
         "communication0 waits for compute0",
         "communication0: reduce_scatter_single",
         "communication0 waits for compute0",
         "communication0: all_reduce",
+        "compute0: computes",
+        "compute0 waits for all of communication0 up to line 6",
+        "compute0: reads",
     ]
 
 

@@ -25,6 +25,11 @@ class Strides(nn.Module):
         match self.how:
             case "without":
                 return self.w[1].as_strided((2, 2), (4, 1))
+            case "without, of what is computed":
+                largest = (self.w + 1).max(0).values.as_strided((2,), (2,)) - torch.tensor([13.0, 15.0])
+                return (self.w * 2)[1:].as_strided((2, 2), (4, 1)) / 2 + largest
+            case "without, copied":
+                return torch.as_strided_copy(self.w[1], (2, 2), (4, 1))
             case "copy of it":
                 return self.w.clone().as_strided((2, 2), (4, 1), 4)
             case "method":
@@ -46,7 +51,13 @@ class Strides(nn.Module):
         return self.view().sum() + 0 * self.first.sum()
 
 
-@pytest.mark.parametrize(("how", "lowering"), [("without", "eager"), ("without", "inductor"), ("copy of it", "eager")])
+@pytest.mark.parametrize(
+    ("how", "lowering"),
+    [
+        *(("without", "eager"), ("copy of it", "eager"), ("without", "inductor"), ("without, copied", "inductor")),
+        ("without, of what is computed", "inductor"),
+    ],
+)
 @on_ranks(2)
 def test_strides_count_from_where_a_parameter_begins(how, lowering):
     torch._dynamo.reset()

@@ -53,22 +53,27 @@ def remove_whole_views(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-_COUNTS_FROM_OPERAND = "storage_offset_relative_to_input_storage" in inspect.signature(_lowering.as_strided).parameters
+_BEGINS_AT_OPERAND = "storage_offset_relative_to_input_storage" in inspect.signature(_lowering.as_strided).parameters
 """Whether ``as_strided`` without an offset begins where its operand does, as in eager mode (not in 2.11)."""
 
 
 def begin_at_operands(graph: fx.Graph, bases: Mapping[fx.Node, fx.Node]) -> None:
     """Has ``as_strided`` begin where its operand does if the program gave it no offset. Lowered as it is, it may begin
-    where the memory does that the operand is a view of, which of a parameter is another's.
+    where the memory does that the operand is a view of, which of a parameter is another's. So it becomes a view of that
+    memory itself: of a view, Inductor may make a copy first, in which an offset counts otherwise.
 
     Args:
         bases: by node, whose memory its result is a view of.
     """
-    for node in () if _COUNTS_FROM_OPERAND else graph.find_nodes(op="call_function", target=_AS_STRIDED):
-        operand = node.args[0].meta["val"]
-        if len(node.args) < 4 and node.kwargs.get("storage_offset") is None:
-            offset = operand.storage_offset() - bases[node].meta["val"].storage_offset()
-            node.args = (*node.args[:3], offset)
+    operators = (
+        () if _BEGINS_AT_OPERAND else (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default)
+    )
+    for node in (node for each in operators for node in graph.find_nodes(op="call_function", target=each)):
+        base, operand = bases[node.args[0]], node.args[0].meta["val"]
+        memory = base.meta["val"]
+        known = isinstance(memory, torch.Tensor) and memory.dtype == operand.dtype
+        if known and len(node.args) < 4 and node.kwargs.get("storage_offset") is None:
+            node.args = (base, *node.args[1:3], operand.storage_offset() - memory.storage_offset())
 
 
 def _does_nothing(node: fx.Node) -> bool:
@@ -81,8 +86,6 @@ def _does_nothing(node: fx.Node) -> bool:
         return False
     return bool(condition(*args, **kwargs))
 
-
-_AS_STRIDED = torch.ops.aten.as_strided.default
 
 # Lowered to a choice of kernels, of which few are generated, and none fused with what reads or writes a slot.
 _EXTERN_KERNELS = frozenset(

@@ -112,11 +112,9 @@ def turns_grad_on(gm: fx.GraphModule) -> bool:
 def names_a_stream(node: fx.Node) -> bool:
     """Whether the program has chosen the stream that a node of Dynamo's graph runs on, or has it order streams."""
     given = [arg.meta.get("example_value") for arg in node.all_input_nodes]
-    chosen = node.meta.get("custom", {}).get("stream") is not None
-    orders = str(node.target).startswith("streams.") or any(
-        isinstance(arg, torch.Stream | torch.Event) for arg in given
-    )
-    return chosen or orders
+    chosen = (node.meta.get("custom") or {}).get("stream") is not None
+    orders = node.op == "call_function" and str(node.target).startswith("streams.")
+    return chosen or orders or any(isinstance(arg, torch.Stream | torch.Event) for arg in given)
 
 
 def all_graphs(gm: fx.GraphModule) -> list[fx.Graph]:
