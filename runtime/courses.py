@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_internals.autograd import in_backward, profiled_to_the_end
+from ..torch_internals.tracing import is_shape
 from .arrivals import next_number, settle, wait_for_uses
 from .backwards import running_backward
 from .collectives import Nothing, Pending
@@ -256,7 +257,8 @@ def forward_of(module: nn.Module, buffers: Iterable[DBuffer]) -> Iterator[None]:
     global _of_forward
     number = next(_forwards)
     for buffer in buffers:
-        _buffers[buffer.shard.data_ptr()] = buffer
+        if not is_shape(buffer.shard):
+            _buffers[buffer.shard.data_ptr()] = buffer
         buffer.forward = number
         if buffer.model.root is module:
             buffer.model.forward = number

@@ -6,6 +6,7 @@ is compiled it gathers.
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import torch
@@ -13,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..torch_internals.tracing import is_fake, is_traced_to_operators, never_start_tracing_at, operators_traced_into
+from ..torch_internals.tracing import (
+    is_fake,
+    is_traced_to_operators,
+    is_tracing,
+    never_start_tracing_at,
+    operators_traced_into,
+)
 from . import eager
 from .boundary import binding_of, bound
 
@@ -29,11 +36,22 @@ def unshard_param(param: Tensor, place: str, accumulates: bool, dtype: torch.dty
     them. A graph is reused for another parameter only where its unit is laid out alike.
     """
     _check_has_memory(param)
-    if is_fake(param):  # Dynamo asks for shape and dtype
+    if is_fake(param):  # Dynamo asks for shape and dtype; or a simulation runs what is not compiled
         _check_compiled_by_us(param)
         _check_readable_here(param)
+        if not is_tracing():
+            _warn_of_no_prediction(param)
         return torch.empty(param.shape, dtype=dtype, device=param.device, requires_grad=param.requires_grad)
     return eager.unsharded(bound(param))
+
+
+def _warn_of_no_prediction(param: Tensor) -> None:
+    warnings.warn(
+        f"[rank {dist.get_rank()}] a sharded parameter {_described(param)} is read outside of compiled code (behind a "
+        "graph break, or torch.compiler.disable), in a simulation: its gather, and what is computed there, are in no "
+        "prediction. TORCH_LOGS=graph_breaks says where it is",
+        stacklevel=2,
+    )
 
 
 def _check_compiled_by_us(param: Tensor) -> None:

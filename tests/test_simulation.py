@@ -340,3 +340,19 @@ def test_in_a_fake_group_of_the_programs_own_too_each_prediction_stands_for_itse
 def test_a_real_process_group_is_refused_and_the_rank_named():
     for rank, message in enumerate(run_on_ranks(2, refused_on_a_rank)):
         assert message.startswith(f"[rank {rank}] simulate: this process is in a gloo process group of 2 ranks")
+
+
+class Uncompiled(Layers):
+    """Its last layer is called outside of compiled code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.compiler.disable(self.layers[1])(torch.tanh(self.layers[0](x))).sum()
+
+
+@pytest.mark.filterwarnings("error:Accessing the data pointer of FakeTensor")
+def test_what_is_not_compiled_is_in_no_prediction_as_a_warning_says() -> None:
+    with torch.device("meta"):
+        model = Uncompiled()
+    with pytest.warns(UserWarning, match=r"'layers\.1\.weight' .* is read outside of compiled code .* no prediction"):
+        found = of_layers(model)
+    assert {unit.name for graph in found.graphs for unit in graph.units} == {"layers.0"}

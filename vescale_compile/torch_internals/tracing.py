@@ -140,8 +140,15 @@ def is_traced_to_operators(tensor: DTensor) -> bool:
     return isinstance(tensor._local_tensor, FunctionalTensor) or get_proxy_mode() is not None
 
 
+def is_tracing() -> bool:
+    """Whether Dynamo, or AOTAutograd, is tracing in this thread."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def operators_traced_into() -> list[Any]:
     """The higher-order operators (scan, cond) whose bodies Dynamo is tracing in this thread, the innermost first."""
+    if not is_tracing():
+        return []
     tracer = InstructionTranslator.current_tx().output.current_tracer
     operators = []
     while tracer.parent is not None:
