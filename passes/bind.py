@@ -119,8 +119,8 @@ def _unshard_before(
     with graph.inserting_before(node), _grad_enabled(graph, turned_on):
         gathered = graph.call_function(unshard, (*inputs, unit.views, unit.comm, unit.others))
         views = [graph.call_function(operator.getitem, (gathered, index)) for index in range(len(unit.views))]
-    for each in (gathered, *views):
-        each.meta["custom"] = dict(marker.meta.get("custom") or {})
+    for each in (gathered, *views) if marker.meta.get("custom") else ():
+        each.meta["custom"] = dict(marker.meta["custom"])
     return {(ordinal, index): view for index, view in enumerate(views)}
 
 

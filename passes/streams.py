@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..torch_internals.tracing import all_graphs, names_a_stream
+from ..torch_internals.tracing import all_nodes, names_a_stream
 from .context import CompileContext, fail
 from .unwritten import line_of
 
@@ -19,9 +19,9 @@ def check_streams(gm: fx.GraphModule, context: CompileContext) -> None:
         gm: Dynamo's graph; those of its regions are looked at, too.
 
     Raises:
-        GraphError: a node runs on a stream that the program chose, or has one wait for another.
+        GraphError: a node runs on a stream that the program chose, or orders streams, or waits for a GPU.
     """
-    for node in (node for graph in all_graphs(gm) for node in graph.nodes):
+    for node in all_nodes(gm):
         if names_a_stream(node):
             fail(
                 context,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ..torch_internals.tracing import all_graphs
+from ..torch_internals.tracing import all_nodes
 from .context import CompileContext, fail
 from .unwritten import line_of, memory_of, names_by_memory
 
@@ -30,7 +30,7 @@ def check_strided(gm: fx.GraphModule, names: Mapping[fx.Node, str], context: Com
         GraphError: a view of a parameter begins where the program says.
     """
     memory = names_by_memory(names)
-    for node in (node for graph in all_graphs(gm) for node in graph.nodes):
+    for node in all_nodes(gm):
         if not _has_offset(node):
             continue
         for place in map(memory_of, node.all_input_nodes):

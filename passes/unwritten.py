@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from ..schemas import aliasing_arguments
-from ..torch_internals.tracing import all_graphs, overload_called
+from ..torch_internals.tracing import all_nodes, overload_called
 from .context import CompileContext, fail
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -34,7 +34,7 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str], context: C
         GraphError: a parameter is written to.
     """
     memory = names_by_memory(names)
-    for node in (node for graph in all_graphs(gm) for node in graph.nodes):
+    for node in all_nodes(gm):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value._version > 0 and (place := memory_of(node)) in memory:
             # A parameter that is written to by its own name shows it where it was gathered already.

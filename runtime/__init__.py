@@ -11,7 +11,7 @@ From parameters to collectives:
   quantized communication, :mod:`.crossing` for what a forward gathers for its backward, :mod:`.leaving` for reductions
   that outlast it
 - :mod:`.collectives`   collectives as they are launched and waited for; :mod:`.messages`, what they are made of over
-  gloo; :mod:`.groups`, the process groups by name
+  gloo; :mod:`.groups`, the process groups by name; :mod:`.streams`, where a GPU's streams meet
 
 What there is of a unit, and of all:
 

@@ -18,6 +18,7 @@ from .agreement import agree_on_leaving_compiled_code
 from .boundary import Binding, flat_input
 from .dbuffer import DBuffer
 from .model import Forward
+from .streams import Reached
 from .unshard import unshard
 from .writes import Watch, memory_of, version_of
 
@@ -30,17 +31,13 @@ class _Gathered:
     params: tuple[Tensor, ...]
     memory: int
     version: int
-    there: tuple[torch.Stream, torch.Event] | None
+    there: Reached | None  # on a GPU, by the stream that has gathered them
     watch: Watch  # of the shard: writes to an alias of it (``weight.detach()``) show in no version of its own
 
     def on_this_stream(self) -> tuple[Tensor, ...]:
         """The parameters; on a GPU for the current stream, which may be another than the one that has gathered them."""
-        if self.there is not None:
-            gatherer, there = self.there
-            reader = torch.accelerator.current_stream(self.params[0].device)
-            if reader != gatherer:
-                reader.wait_event(there)
-                self.params[0].record_stream(reader)  # autograd may free them while it still reads
+        if self.there is not None and (reader := self.there.follow()) is not None:
+            self.params[0].record_stream(reader)  # autograd may free them while it still reads
         return self.params
 
     def is_of(self, buffer: DBuffer) -> bool:
@@ -121,16 +118,9 @@ def _gather(buffer: DBuffer) -> _Gathered:
         params = unshard(flat, buffer.reductions_handle, views, buffer.comm(buffer.number), found=found)
     for param, shard in zip(params, buffer.params, strict=True):
         vars(param).update((name, mark) for name, mark in vars(shard).items() if not name.startswith(_NO_MARKS))
+    there = Reached.by_now(params[0].device) if params[0].device.type == "cuda" else None
     memory, version, watch = memory_of(params[0]), version_of(params[0]), Watch([buffer.shard])
-    return _Gathered(_key(buffer), params, memory, version, _there(params[0]), watch)
-
-
-def _there(param: Tensor) -> tuple[torch.Stream, torch.Event] | None:
-    """On a GPU, the stream that has just gathered it, and when that was done there."""
-    if param.device.type != "cuda":
-        return None
-    stream = torch.accelerator.current_stream(param.device)
-    return stream, stream.record_event()
+    return _Gathered(_key(buffer), params, memory, version, there, watch)
 
 
 def _check_unwritten(buffer: DBuffer, gathered: _Gathered | None) -> None:

@@ -28,6 +28,7 @@ from . import arrivals, courses
 from .collectives import follow_all
 from .ops import end_failed_graph, forget_launched
 from .registered import allocate_registered
+from .streams import Reached
 
 ALIGNMENT = 128
 """Bytes of which slots begin at multiples: a line of a GPU's cache, two of a CPU's."""
@@ -112,16 +113,14 @@ class _Memory:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
 
-_last_use: dict[torch.device, tuple[torch.Stream, torch.Event]] = {}
-"""Of slots on each GPU: the stream that a graph ran on, and when it was done there."""
+_last_use: dict[torch.device, Reached] = {}
+"""Of slots on each GPU, by the last graph."""
 
 
 def _follow_last_use(device: torch.device) -> None:
     """Slots are every graph's, so a graph on one stream comes after one on another."""
-    stream = torch.accelerator.current_stream(device)
-    last, done = _last_use.get(device, (stream, None))
-    if done is not None and last != stream:
-        stream.wait_event(done)
+    if device in _last_use:
+        _last_use[device].follow()
 
 
 def _check_not_recorded() -> None:
@@ -250,8 +249,7 @@ class StepSlots:
                     raise
                 finally:
                     for device in gpus:
-                        stream = torch.accelerator.current_stream(device)
-                        _last_use[device] = stream, stream.record_event()
+                        _last_use[device] = Reached.by_now(device)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call

@@ -11,6 +11,7 @@ from ranks import fake_world
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vescale_compile.runtime import arrivals, collectives, eager, pool
+from vescale_compile.runtime.streams import Reached
 from vescale_compile.runtime.writes import Watch
 
 
@@ -212,7 +213,7 @@ def test_what_one_stream_has_gathered_uncompiled_another_waits_for_before_it_rea
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, reader: gpu.log.append(f"kept for {reader.name}"))
     gpu.run("gathers")
     param = memory(4)
-    gathered = eager._Gathered((), (param,), 0, 0, eager._there(param), Watch([]))
+    gathered = eager._Gathered((), (param,), 0, 0, Reached.by_now(param.device), Watch([]))
     gathered.on_this_stream()
     with gpu.create("side"):
         gathered.on_this_stream()

@@ -6,7 +6,7 @@ Private names of PyTorch, tried on torch 2.11.0 to 2.13.0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -106,20 +106,22 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
 def turns_grad_on(gm: fx.GraphModule) -> bool:
     """Whether a graph, of a frame that is called under ``torch.no_grad``, has a part in ``torch.enable_grad``."""
     target = torch._C._set_grad_enabled
-    return any(node.args[0] for graph in all_graphs(gm) for node in graph.find_nodes(op="call_function", target=target))
+    return any(node.target is target and node.args[0] for node in all_nodes(gm))
 
 
 def names_a_stream(node: fx.Node) -> bool:
-    """Whether the program has chosen the stream that a node of Dynamo's graph runs on, or has it order streams."""
+    """Whether the program has chosen the stream that a node of Dynamo's graph runs on, or has it order streams, note
+    events, or wait for what a GPU does."""
     given = [arg.meta.get("example_value") for arg in node.all_input_nodes]
     chosen = (node.meta.get("custom") or {}).get("stream") is not None
     orders = node.op == "call_function" and str(node.target).startswith("streams.")
     return chosen or orders or any(isinstance(arg, torch.Stream | torch.Event) for arg in given)
 
 
-def all_graphs(gm: fx.GraphModule) -> list[fx.Graph]:
-    """That of a module, and those of its regions: checkpoints, ``autograd.Function``, and the like."""
-    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+def all_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """Those of a module's graph, and of its regions': checkpoints, ``autograd.Function``, and the like."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    return (node for graph in graphs for node in graph.nodes)
 
 
 def overload_called(operator: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload | None:
