@@ -79,7 +79,7 @@ class Forecaster(Trainer):
         backend = functools.partial(vescale, options={"cluster": cluster}, on_compiled=reports.append)
         self.forward = torch.compile(self.model, backend=backend, dynamic=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
-        self.batch = self.tokens(config)
+        self.batch = job.workload.build_batch(self.rank)
         for _ in range(_WARMUP):
             self._train()
         optimizer = statistics.median(self._update_seconds() for _ in range(_UPDATES))
@@ -87,14 +87,6 @@ class Forecaster(Trainer):
         numel = sum(param.numel() for param in self.model.parameters())
         forward, backward = (report.parts[part].prediction for part in (Part.FORWARD, Part.BACKWARD))
         return Forecast(numel, forward, backward, optimizer)
-
-    def tokens(self, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's batch."""
-        generator = torch.Generator().manual_seed(self.rank)
-        text = torch.randint(
-            config.vocab_size, (self.job.workload.batch, self.job.workload.seq + 1), generator=generator
-        )
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def _update_seconds(self) -> float:
         self.gradients()

@@ -28,7 +28,7 @@ from typing import Any
 from processes import Ranks, RanksFailed
 from profiling import StepProfile
 from wire import Wire
-from worker import FirstStep, Job, Memory, Step, Trainer
+from worker import FirstStep, Job, Memory, Step, Trainer, duration
 from workload import Policy, Workload
 
 
@@ -219,8 +219,8 @@ class Run:
         job = self.job
         with self.failing_alone(say):
             self.start(replace(job, start=start, folder=job.folder if empty is None else str(empty)))
-            first = _duration([first.step for first in self.ask("first_step")])
-            warmup_s = [first, *(_duration(self.ask("step")) for _ in range(warmup - 1))]
+            first = duration([first.step for first in self.ask("first_step")])
+            warmup_s = [first, *(duration(self.ask("step")) for _ in range(warmup - 1))]
             (self.result.warm_warmups_s if empty is None else self.result.cold_warmups_s).append(warmup_s)
             self.ask("leave")
         self.close()
@@ -243,7 +243,7 @@ class Run:
     def _took(self, steps: Sequence[Step]) -> float:
         """Keeps the loss of a step that all ranks took, and returns its duration."""
         self.result.losses.append(statistics.fmean(step.loss for step in steps))
-        return _duration(steps)
+        return duration(steps)
 
     def finish(self) -> None:
         """All that is measured apart from the timed steps."""
@@ -262,8 +262,3 @@ class Run:
         """The answers of all ranks."""
         assert self.ranks is not None
         return self.ranks.ask(order)
-
-
-def _duration(steps: Sequence[Step]) -> float:
-    """From the first rank's start to the last one's end."""
-    return max(step.stop for step in steps) - min(step.start for step in steps)

@@ -34,9 +34,9 @@ from typing import Any
 import torch
 import wire
 from forecaster import Forecast, Forecaster
-from options import check_folder, end_as_interrupted, seconds, some_of, write_record
+from options import check_folder, count, end_as_interrupted, rate, seconds, some_of, write_record
 from processes import Ranks, RanksFailed
-from worker import Job, Step
+from worker import Job, duration
 from workload import FOUR_LAYERS, Policy, Workload
 
 from vescale_compile.cost import Cluster, Device, MeasuredCollective, wire_cluster
@@ -171,9 +171,9 @@ class _Bench:
 
     def _on_hosts(self, ranks: Ranks, device: Device, joined: wire.Wire, settings: list[Setting]) -> Iterator[Cell]:
         contending = max(1.0, len(joined.hosts) / self.cores)
-        for rate, group in itertools.groupby(settings, key=lambda setting: setting.rate):
-            joined.at(rate)
-            _say(f"measuring the collectives of {len(joined.hosts)} hosts at {rate}")
+        for bandwidth, group in itertools.groupby(settings, key=lambda setting: setting.rate):
+            joined = joined.at(bandwidth)
+            _say(f"measuring the collectives of {len(joined.hosts)} hosts at {bandwidth}")
             measured: dict[str, MeasuredCollective] = ranks.ask("measure_collectives")[0]
             for kind, each in measured.items():
                 _say(
@@ -182,7 +182,7 @@ class _Bench:
                     f"computation beside it "
                     f"loses {100 * each.load:.0f} %, and it takes {each.stretch:.2f} times as long"
                 )
-            cluster = cluster_of(device, len(joined.hosts), rate, measured, contending)
+            cluster = cluster_of(device, len(joined.hosts), bandwidth, measured, contending)
             for setting in group:
                 forecast: Forecast = ranks.ask("prepare", FOUR_LAYERS[setting.size], cluster)[0]
                 yield Cell.of(setting, forecast, self._steps(ranks))
@@ -251,11 +251,6 @@ def table(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def duration(steps: Sequence[Step]) -> float:
-    """From the first rank's start to the last one's end."""
-    return max(step.stop for step in steps) - min(step.start for step in steps)
-
-
 def _order(setting: Setting) -> tuple[int, float, str]:
     return setting.hosts, gigabits(setting.rate), setting.size
 
@@ -293,24 +288,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=_rates, default=list(RATES), metavar="RATE,...", help=f"({','.join(RATES)})")
     parser.add_argument("--hosts", type=_hosts, default=list(HOSTS), metavar="N,...", help="2 or more (2,3,4)")
     parser.add_argument("--policy", type=Policy, choices=[Policy.RESHARD, Policy.KEEP], default=Policy.RESHARD)
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a rank (%(default)s)")
-    parser.add_argument("--seq", type=int, default=64, help="tokens of a sequence (%(default)s)")
-    parser.add_argument("--steps", type=int, default=7, help="timed steps of a cell (%(default)s)")
+    parser.add_argument("--batch", type=count, default=1, help="sequences of a rank (%(default)s)")
+    parser.add_argument("--seq", type=count, default=64, help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--steps", type=count, default=7, help="timed steps of a cell (%(default)s)")
     parser.add_argument("--seconds", type=seconds, default=10.0, metavar="S", help="but no new one after (%(default)s)")
     parser.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="of any one order (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the cells, and measure those that are missing")
     args = parser.parse_args()
-    for option in ("batch", "seq", "steps"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option} is {getattr(args, option)}; it must be at least 1")
     check_folder(parser, "--json", args.json)
     return args
 
 
 def _rates(value: str) -> list[str]:
-    if bad := [rate for rate in value.split(",") if not wire.is_rate(rate)]:
-        raise argparse.ArgumentTypeError(f"{', '.join(bad)}: give rates in bits per second, as 2gbit or 500mbit")
-    return list(dict.fromkeys(value.split(",")))
+    return list(dict.fromkeys(map(rate, value.split(","))))
 
 
 def _hosts(value: str) -> list[int]:

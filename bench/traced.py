@@ -34,20 +34,8 @@ class Trace(NamedTuple):
     computation: Spans
 
 
-class TracedTrainer(Trainer):
+class _Traced(Trainer):
     """A trainer whose generated kernels the profiler sees."""
-
-    def build(self) -> None:
-        torch._inductor.config.cpp.enable_kernel_profile = True
-        super().build()
-
-    def trace(self) -> Trace:
-        """One more training step, profiled."""
-        return _traced(self)
-
-
-class TracedForecaster(Forecaster):
-    """A forecaster whose generated kernels the profiler sees."""
 
     def join(self) -> None:
         torch._inductor.config.cpp.enable_kernel_profile = True
@@ -55,34 +43,38 @@ class TracedForecaster(Forecaster):
 
     def trace(self) -> Trace:
         """One more training step, profiled."""
-        return _traced(self)
+        # A whole step ends all that it launches: nothing need be waited for earlier because it is profiled.
+        with (
+            mock.patch.object(arrivals, "profiled_to_the_end", return_value=False),
+            mock.patch.object(crossing, "profiled_to_the_end", return_value=False),
+            profile(activities=[ProfilerActivity.CPU]) as profiler,
+        ):
+            dist.barrier()  # profilers take milliseconds to start, not alike on all ranks
+            start = time.monotonic()
+            with record_function(_STEP):
+                self._train()
+            stop = time.monotonic()
+        events: Any = profiler.events()
+        step = next(event for event in events if event.name == _STEP)
+        zero, end = step.time_range.start, step.time_range.end
+        spans = [
+            ((event.time_range.start - zero) / 1e6, (event.time_range.end - zero) / 1e6)
+            for event in events
+            if (event.name.startswith(_COMPUTATION) or "cpp_fused" in event.name)
+            and event.thread == step.thread
+            and not _only_dispatches(event)
+            and zero <= event.time_range.start <= end
+            and not _communicates(event)
+        ]
+        return Trace(start, stop, merged(spans))
 
 
-def _traced(trainer: Trainer) -> Trace:
-    # A whole step ends all that it launches: nothing need be waited for earlier because it is profiled.
-    with (
-        mock.patch.object(arrivals, "profiled_to_the_end", return_value=False),
-        mock.patch.object(crossing, "profiled_to_the_end", return_value=False),
-        profile(activities=[ProfilerActivity.CPU]) as profiler,
-    ):
-        dist.barrier()  # profilers take milliseconds to start, not alike on all ranks
-        start = time.monotonic()
-        with record_function(_STEP):
-            trainer._train()
-        stop = time.monotonic()
-    events: Any = profiler.events()
-    step = next(event for event in events if event.name == _STEP)
-    zero, end = step.time_range.start, step.time_range.end
-    spans = [
-        ((event.time_range.start - zero) / 1e6, (event.time_range.end - zero) / 1e6)
-        for event in events
-        if (event.name.startswith(_COMPUTATION) or "cpp_fused" in event.name)
-        and event.thread == step.thread
-        and not _only_dispatches(event)
-        and zero <= event.time_range.start <= end
-        and not _communicates(event)
-    ]
-    return Trace(start, stop, merged(spans))
+class TracedTrainer(_Traced):
+    """Of any system."""
+
+
+class TracedForecaster(_Traced, Forecaster):
+    """Of ours, with what the compiler predicts."""
 
 
 def merged(spans: Spans) -> Spans:

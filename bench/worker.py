@@ -9,7 +9,7 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -74,6 +74,11 @@ class Step(NamedTuple):
     cpu: float
     """CPU time of all the process's threads, which other load on the machine hardly changes"""
     loss: float
+
+
+def duration(steps: Sequence[Step]) -> float:
+    """Of one step on all ranks, from the first one's start to the last one's end."""
+    return max(step.stop for step in steps) - min(step.start for step in steps)
 
 
 class FirstStep(NamedTuple):

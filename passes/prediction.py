@@ -27,7 +27,7 @@ class Phase:
     Attributes:
         alone: until the device is done, if it and the host are at rest before.
         fed: the same, if the host has launched everything before.
-        issued: until the host is done, and goes on to the next part. None on a CPU, which is its own host.
+        issued: until the host is done, and goes on to the next part. 0 on a CPU, which is its own host.
     """
 
     alone: float

@@ -124,7 +124,8 @@ class _Sinking:
             return last
         if self.context.lowering is Lowering.EAGER:
             return self._write_out(value, place)
-        if value.target is _aten.add.Tensor and not value.kwargs and (last := self._accumulate(value, place)):
+        accumulates = value.target is _aten.add.Tensor and not value.kwargs
+        if accumulates and (last := self._accumulate(value, place)) is not None:
             return last
         return self._copy(value, place, f"computed by {_operator(value)}")
 

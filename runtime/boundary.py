@@ -42,7 +42,6 @@ class ShardedParameter(Protocol):
     """What this module needs of a sharded parameter; RaggedDTensor has it."""
 
     _vescale_binding: Binding
-    requires_grad: bool
 
     def with_local(self, local: Tensor) -> Tensor: ...
     def with_arriving(self, local: Tensor, arrival: Arrival) -> Tensor: ...

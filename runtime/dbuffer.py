@@ -171,14 +171,10 @@ class DBuffer:
         self.replicas = self.mesh.get_group(0) if self.mesh.ndim == 2 and self.mesh.size(0) > 1 else None
         self.world_size = self.group.size()
         self.rank = self.group.rank()
-        limit = self.shard.numel()
-        for slot in self.slots:
-            if slot.local_start < 0 or slot.local_start + slot.local_numel > limit:
-                raise AssertionError(f"{self.name}: {slot} reaches outside the shard of {limit} elements")
         places = [(slot.shape, slot.offset) for slot in self.slots]
         self.group_name = name_group(self.mesh, self.mesh.ndim - 1)
         self.replicas_name = name_group(self.mesh, 0) if self.replicas is not None else ""
-        text = repr((self.world_size, self.group_name, self.replicas_name, limit, places, self.policy))
+        text = repr((self.world_size, self.group_name, self.replicas_name, self.shard.numel(), places, self.policy))
         self.reductions = Reductions(Rounding(self.name))
         # Names everything of the buffer that a compiled graph depends on, dtypes apart; equal on all ranks, as names of
         # groups are.

@@ -35,6 +35,16 @@ def unshard_param(param: Tensor, place: str, accumulates: bool, dtype: torch.dty
     ``place`` and ``accumulates`` are read by the compiler only: they are here so that Dynamo guards on
     them. A graph is reused for another parameter only where its unit is laid out alike.
     """
+    try:
+        return _unsharded(param, dtype)
+    except AttributeError as error:
+        # nn.Module takes one of a property for a missing attribute, and finds the shard by that name
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] a sharded parameter {_described(param)} cannot be read: {error}"
+        ) from error
+
+
+def _unsharded(param: Tensor, dtype: torch.dtype) -> Tensor:
     _check_has_memory(param)
     if is_fake(param):  # Dynamo asks for shape and dtype; or a simulation runs what is not compiled
         _check_compiled_by_us(param)
@@ -95,4 +105,4 @@ def _check_readable_here(param: Tensor) -> None:
             )
 
 
-never_start_tracing_at(unshard_param, is_fake, bound, _check_has_memory, _described)
+never_start_tracing_at(unshard_param, is_fake, bound, _unsharded, _check_has_memory, _described)

@@ -115,5 +115,5 @@ def connect(group: dist.ProcessGroup) -> None:
 
 def _way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group not in _ways_back:
-        _ways_back[group] = group_beside(group, "way back")
+        _ways_back[group] = group_beside(group)
     return _ways_back[group]

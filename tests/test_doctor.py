@@ -151,13 +151,18 @@ def test_a_preset_or_a_calibration_is_checked(capsys, healthy, tmp_path):
     [
         (("--ranks", "2"), "--ranks goes with --calibrate alone"),
         (("--calibrate", "/no/such/folder/x.json"), "its folder does not exist"),
-        (("--calibrate", "x.json", "--ranks", "0"), "--ranks is 0"),
         (("--calibrate", "x.json", "--cluster", "h100"), "leave one of them out"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(capsys, arguments, problem):
     status, _, err = doctor(capsys, *arguments)
     assert status == 2 and problem in err
+
+
+def test_no_ranks_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        doctor(capsys, "--calibrate", "x.json", "--ranks", "0")
+    assert "--ranks: 0 is not at least 1" in capsys.readouterr().err
 
 
 def test_more_ranks_than_gpus_are_refused_before_any_is_started(capsys, monkeypatch):

@@ -38,7 +38,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     if not syncs:
         raise ValueError("no_sync: the module has no sharded parameters; call fully_shard on it first")
     _check_is_of_whole_units(uncompiled(module), buffers)
-    earlier = {id(sync.peers): sync.peers for sync in syncs}.values()
+    earlier = dict.fromkeys(sync.peers for sync in syncs)
     together = dict.fromkeys(itertools.chain(buffers, *(peers.buffers() for peers in earlier)))
     peers = Peers(together)
     before = {sync: sync.enabled for sync in syncs}

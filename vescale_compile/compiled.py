@@ -83,7 +83,8 @@ class CompiledGraph:
             buffer.deadline = self._deadline
             params = [args[position] for position in unit.positions]
             flats.append(flat_input(buffer, params, used=used, forward=forward))
-            flats.extend([buffer.reductions_handle] if unit.graph.reductions is not None else [])
+            if unit.graph.reductions is not None:
+                flats.append(buffer.reductions_handle)
         return flats
 
     def _take_down(self) -> None:

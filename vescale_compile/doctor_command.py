@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from vescale_compile.checks import CHECKS, Finding, Verdict, predicted_cluster
 from vescale_compile.cost import Calibration
 from vescale_compile.cost.calibrate import calibrate
-from vescale_compile.local_ranks import CPU_RANKS, check_gpus, join, start_local_ranks, under_torchrun
+from vescale_compile.local_ranks import check_gpus, join, number_of_ranks, run_local_ranks, under_torchrun
+from vescale_compile.quantities import positive
 
 _TIMEOUT = timedelta(minutes=2)  # of each collective of a calibration
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of checking, measure this machine and its collectives, on a quiet machine, and write the file "
         "that options={'cluster': FILE} takes; under torchrun, over its ranks",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="local ranks of --calibrate (2; on GPUs one for each)")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="of --calibrate, local (2; on GPUs one for each)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,12 +60,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--cluster says what to check, and --calibrate does not check: leave one of them out")
     if not args.calibrate.absolute().parent.is_dir():
         raise ValueError(f"--calibrate {args.calibrate}: its folder does not exist")
-    if args.ranks is not None and args.ranks < 1:
-        raise ValueError(f"--ranks is {args.ranks}; it must be at least 1")
-    if under_torchrun() and args.ranks is not None:
-        raise ValueError("--ranks: torchrun decides the number of ranks (--nproc-per-node); leave it out")
-    if torch.cuda.is_available():
-        check_gpus(args.ranks or 1, "start fewer")
+    ranks = number_of_ranks(args.ranks, _device_type())
+    if _device_type() == "cuda":
+        check_gpus(ranks, "start fewer")
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _line(finding: Finding) -> str:
@@ -77,20 +78,13 @@ def _calibrate(path: Path, ranks: int | None) -> int:
     if under_torchrun():
         _measure_as_rank(int(os.environ["LOCAL_RANK"]), path, int(os.environ["LOCAL_WORLD_SIZE"]))
         return 0
-    ranks = ranks or (torch.cuda.device_count() if torch.cuda.is_available() else CPU_RANKS)
-    try:
-        start_local_ranks(_measure_as_rank, (path,), ranks)
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        print(f"doctor: rank {error.error_index} failed: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_local_ranks("doctor", _measure_as_rank, (path,), number_of_ranks(ranks, _device_type()))
 
 
 def _measure_as_rank(local_rank: int, path: Path, local_ranks: int, rendezvous: str | None = None) -> None:
     """Measure as one of `local_ranks` that meet at `rendezvous`; without it, as torchrun's environment says."""
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    join(local_rank, local_ranks, device_type, timeout=_TIMEOUT, rendezvous=rendezvous)
-    measured = calibrate(device_type)
+    join(local_rank, local_ranks, _device_type(), timeout=_TIMEOUT, rendezvous=rendezvous)
+    measured = calibrate(_device_type())
     if dist.get_rank() == 0:
         measured.save(path)
         print("\n".join([*_figures(measured), f"wrote {path}: give options={{'cluster': {str(path)!r}}}"]), flush=True)

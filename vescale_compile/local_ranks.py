@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -9,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-CPU_RANKS = 2  # if nobody says how many
+_CPU_RANKS = 2  # if nobody says how many
 
 
 def under_torchrun() -> bool:
@@ -30,11 +31,39 @@ def under_torchrun() -> bool:
     return True
 
 
+def number_of_ranks(wanted: int | None, device_type: str) -> int:
+    """How many a command has whose ``--ranks`` is ``wanted``: by default torchrun's, or one for each GPU.
+
+    Raises:
+        ValueError: wanted, and decided by torchrun.
+    """
+    if under_torchrun():
+        if wanted is not None:
+            raise ValueError("--ranks: torchrun decides the number of ranks (--nproc-per-node); leave it out")
+        return int(os.environ["WORLD_SIZE"])
+    return wanted or (torch.cuda.device_count() if device_type == "cuda" else _CPU_RANKS)
+
+
 def check_gpus(ranks: int, remedy: str) -> None:
     """ValueError unless each of this machine's ranks, as many as are to be started or as torchrun has, has a GPU."""
     ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else ranks
     if ranks > torch.cuda.device_count():
         raise ValueError(f"{ranks} ranks on {torch.cuda.device_count()} GPUs: each needs one of its own; {remedy}")
+
+
+def run_local_ranks(
+    command: str, run: Callable[..., None], args: tuple[Any, ...], ranks: int, needs: Sequence[str] = ()
+) -> int:
+    """:func:`start_local_ranks`; returns the exit status of ``command``, which says what went wrong."""
+    try:
+        start_local_ranks(run, args, ranks, needs)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        print(f"{command}: rank {error.error_index} failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
 
 
 def start_local_ranks(run: Callable[..., None], args: tuple[Any, ...], ranks: int, needs: Sequence[str] = ()) -> None:

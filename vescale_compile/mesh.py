@@ -117,7 +117,10 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
     if mesh is None:
         mesh = mesh_of_all_ranks(_device_type(module))
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"fully_shard: mesh is {type(mesh).__name__}; give a DeviceMesh")
+        raise TypeError(
+            f"[rank {dist.get_rank()}] fully_shard: mesh is {mesh!r}; give a DeviceMesh, as "
+            "torch.distributed.device_mesh.init_device_mesh makes, or None for all ranks"
+        )
     where = f"[rank {dist.get_rank()}] fully_shard: the mesh {mesh} "
     if mesh.ndim > 2:
         raise ValueError(

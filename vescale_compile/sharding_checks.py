@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,6 @@ GradientQuantizerFn = Callable[[str, nn.Parameter], BlockInt8 | None]
 
 _NOT_BY_NCCL = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu})
 """Besides complex ones. Of what is narrower than a byte there are no parameters."""
-
-
-class Quantizers(NamedTuple):
-    """How a parameter and its gradient travel; None for as they are."""
-
-    parameter: BlockQuantizer | None
-    gradient: BlockInt8 | None
 
 
 def check_arguments(module: object, reshard_after_forward: object, mp_policy: object) -> None:
@@ -199,13 +192,14 @@ def quantizers_of(
     name: str,
     parameter: nn.Parameter,
     where: str,
-) -> Quantizers:
-    """What ``fully_shard``'s arguments of the same names say of a parameter.
+) -> tuple[BlockQuantizer | None, BlockInt8 | None]:
+    """How a parameter and its gradient travel, as ``fully_shard``'s arguments of the same names say; None for as they
+    are.
 
     Raises:
         TypeError, ValueError: a function gave something else; ``where`` begins the message.
     """
-    chosen = Quantizers(
+    chosen = (
         quantize(name, parameter) if callable(quantize) else quantize,
         quantize_gradients(name, parameter) if callable(quantize_gradients) else quantize_gradients,
     )

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from vescale_compile.examples.llama import SIZES
 from vescale_compile.examples.optimizers import RECIPES
 from vescale_compile.examples.text import standard_library
 from vescale_compile.examples.training import TrainSettings, train
-from vescale_compile.local_ranks import CPU_RANKS, check_gpus, join, start_local_ranks, under_torchrun
+from vescale_compile.local_ranks import check_gpus, join, number_of_ranks, run_local_ranks, under_torchrun
 from vescale_compile.quantities import positive
 
 DEFAULT_TEMPERATURE = 0.7
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         settings = settings_from(args)
         device_type = _device_type(args.device)
-        ranks = _ranks(args, device_type)
+        ranks = number_of_ranks(args.ranks, device_type)
         _check_group(settings, device_type, ranks)
     except ValueError as error:
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if under_torchrun():
         _train_as_rank(int(os.environ["LOCAL_RANK"]), settings, device_type, int(os.environ["LOCAL_WORLD_SIZE"]))
         return 0
-    return _start_ranks(settings, device_type, ranks)
+    return run_local_ranks("train", _train_as_rank, (settings, device_type), ranks, needs=["vescale_compile.backend"])
 
 
 def settings_from(args: argparse.Namespace) -> TrainSettings:
@@ -151,16 +150,6 @@ def _device_type(wanted: str) -> str:
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _ranks(args: argparse.Namespace, device_type: str) -> int:
-    if under_torchrun():
-        if args.ranks is not None:
-            raise ValueError("--ranks: torchrun decides the number of ranks (--nproc-per-node); leave it out")
-        return int(os.environ["WORLD_SIZE"])
-    if args.ranks is not None:
-        return int(args.ranks)
-    return torch.cuda.device_count() if device_type == "cuda" else CPU_RANKS
-
-
 def _check_group(settings: TrainSettings, device_type: str, ranks: int) -> None:
     if ranks > 1 and settings.backend != "vescale" and not settings.ddp:
         raise ValueError(
@@ -169,18 +158,6 @@ def _check_group(settings: TrainSettings, device_type: str, ranks: int) -> None:
         )
     if device_type == "cuda":
         check_gpus(ranks, "start fewer, or give --device cpu")
-
-
-def _start_ranks(settings: TrainSettings, device_type: str, ranks: int) -> int:
-    try:
-        start_local_ranks(_train_as_rank, (settings, device_type), ranks, needs=["vescale_compile.backend"])
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        print(f"train: rank {error.error_index} failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("train: interrupted", file=sys.stderr)
-        return 130
-    return 0
 
 
 def _train_as_rank(

@@ -51,6 +51,11 @@ def test_without_a_process_group():
             ValueError,
             "0 is a DistributedDataParallel",
         ),
+        (
+            lambda: vc.fully_shard(small(), mesh=2),
+            TypeError,
+            r"\[rank 0\] fully_shard: mesh is 2; give a DeviceMesh, .*init_device_mesh",
+        ),
         (lambda: vc.fully_shard(nn.ReLU()), ValueError, r"fully_shard\(ReLU\): no parameters left to shard"),
         (
             lambda: vc.fully_shard(vc.fully_shard(small())[0]),

@@ -1,10 +1,13 @@
 """What would compute with parameters that nobody gathers is refused."""
 
+from unittest import mock
+
 import pytest
 import torch
 from ranks import on_ranks
 
 import vescale_compile as vc
+from vescale_compile.runtime import eager
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -50,6 +53,14 @@ def test_what_a_parameter_was_before_it_was_sharded_gets_no_gradient_in_uncompil
     model = vc.fully_shard(Listed())
     with pytest.raises(RuntimeError, match=r"\[rank \d\].*what parameter 'inner.weight' was before fully_shard"):
         model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(1)
+def test_an_attribute_that_is_missing_while_a_parameter_is_gathered_does_not_give_the_shard():
+    model = vc.fully_shard(torch.nn.Linear(4, 2))
+    gathering = mock.patch.object(eager, "unsharded", side_effect=AttributeError("no attribute 'pool'"))
+    with gathering, pytest.raises(RuntimeError, match=r"\[rank 0\].*'weight'.*cannot be read: no attribute 'pool'"):
+        model(torch.ones(3, 4))
 
 
 @on_ranks(2)

@@ -61,7 +61,7 @@ class Clocked(module._Bench):
     """Its clock stands but for a launch, a collective and products, of 2, 10 and 1 seconds."""
 
     def __init__(self) -> None:
-        self.device, self.group, self.agree = "cpu", None, lambda seconds: seconds
+        self.device, self.agree = "cpu", lambda seconds: seconds
         self.seconds = self.arrival = 0.0
 
     def start(self) -> "Clocked":

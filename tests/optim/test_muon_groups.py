@@ -17,6 +17,7 @@ import vescale_compile as vc
 from vescale_compile.examples.llama import Llama, LlamaConfig
 from vescale_compile.optim.hidden import is_hidden_matrix
 from vescale_compile.optim.muon import Muon
+from vescale_compile.runtime.writes import Watch
 
 HIDDEN = {
     "layers.0.attention.out.weight": (8, 8),
@@ -151,6 +152,16 @@ def test_foreach_steps_adamw_groups_at_once_without_changing_bits() -> None:
             optimizer.step()
         stepped.append([whole(param) for param in params])
     assert all(torch.equal(a, b) for a, b in zip(*stepped, strict=True))
+
+
+@on_ranks(2)
+def test_a_step_counts_as_a_write_to_parameters_of_every_group() -> None:
+    matrix, vector = (shard(full, uneven(tuple(full.shape), seed=1)) for full in random_tensors([(4, 4), (5,)], seed=0))
+    optimizer = Muon([{"params": [matrix], "algorithm": "muon"}, {"params": [vector], "algorithm": "adamw"}])
+    give_grads([matrix, vector], random_tensors([(4, 4), (5,)], seed=1))
+    watches = [Watch([param._local_tensor]) for param in (matrix, vector)]
+    optimizer.step()
+    assert all(watch.is_stale() for watch in watches)
 
 
 def test_a_group_added_later() -> None:

@@ -32,18 +32,15 @@ _LAUNCHES, _PRODUCTS = 200, 8  # a GPU computes the products for longer than its
 def calibrate(
     device: str = "cpu",
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
-    *,
-    group: dist.ProcessGroup | None = None,
 ) -> Calibration:
-    """Measures matrix products, memory bandwidth and launches, and the collectives of ``group``.
+    """Measures matrix products, memory bandwidth and launches, and collectives, if there is a process group.
 
-    With a process group every rank of it must call this, at the same time: all measure at once, and all get the
+    Then every rank must call this, at the same time: all measure at once, and all get the
     figures of the slowest. The group's own timeout bounds each wait.
 
     Args:
         device: "cpu" (with as many threads as PyTorch uses now) or "cuda" (the current device).
         dtypes: of the matrix products.
-        group: whose collectives to measure; None: of the default group, or none if there is no process group.
 
     Raises:
         ValueError: another device, or no dtypes.
@@ -53,8 +50,8 @@ def calibrate(
     if not dtypes:
         raise ValueError("calibrate: give at least one dtype")
     distributed = dist.is_initialized()
-    ranks = dist.get_world_size(group) if distributed else 1
-    agree = Slowest(device, group) if distributed else _itself
+    ranks = dist.get_world_size() if distributed else 1
+    agree = Slowest(device) if distributed else _itself
     kernel = [_copy_seconds(device), _launch(device), 0.0 if device == "cpu" else seconds_of_host(device)]
     *products, copy, launch, issue = agree([*(_matrix_seconds(device, dtype) for dtype in dtypes), *kernel])
     work = 2 * _MATRIX[device] ** 3
@@ -69,7 +66,7 @@ def calibrate(
         float32_products=gives_float32_products(torch.device(device)),
         issue=issue,
     )
-    return Calibration(measured, ranks, calibrate_collectives(device, group=group) if ranks > 1 else {})
+    return Calibration(measured, ranks, calibrate_collectives(device) if ranks > 1 else {})
 
 
 def _itself(seconds: list[float]) -> list[float]:

@@ -37,16 +37,14 @@ _LOADS, _STRETCHES = [i / 50 for i in range(46)], [1 + i / 20 for i in range(41)
 def calibrate_collectives(
     device: str = "cpu",
     *,
-    group: dist.ProcessGroup | None = None,
     kinds: Sequence[str] = KINDS,
 ) -> dict[str, MeasuredCollective]:
-    """Measures the collectives of ``group`` alone, as :func:`.calibrate.calibrate` does; every rank of it calls this.
+    """Measures collectives alone, as :func:`.calibrate.calibrate` does; every rank calls this.
 
     A unit's gathers and reductions are those of the runtime, which for gloo are not the library's.
 
     Args:
         device: as for :func:`.calibrate.calibrate`.
-        group: as for :func:`.calibrate.calibrate`.
         kinds: which. Without replicas nothing is all-reduced; an all-to-all is for ``quantize_gradients``.
 
     Raises:
@@ -54,21 +52,21 @@ def calibrate_collectives(
     """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(f"calibrate_collectives: no collective {', '.join(unknown)}; there are {', '.join(KINDS)}")
-    bench = _Bench(device, group)
+    bench = _Bench(device)
     return {kind: bench.measure(kind) for kind in kinds}
 
 
 class _Bench:
-    """Measures a collective, and computation before it and beside it, on all ranks of a group alike."""
+    """Measures a collective, and computation before it and beside it, on all ranks alike."""
 
-    def __init__(self, device: str, group: dist.ProcessGroup | None) -> None:
-        self.device, self.group, self.agree = device, group, Slowest(device, group)
+    def __init__(self, device: str) -> None:
+        self.device, self.agree = device, Slowest(device)
         rows, size, count, dtype = _BESIDE[device]
         self.a, *self.matrices = (torch.randn(n, size, device=device).to(dtype) for n in (rows, *[size] * count))
         self.out = torch.empty_like(self.a)
 
     def measure(self, kind: str) -> MeasuredCollective:
-        ranks = dist.get_world_size(self.group)
+        ranks = dist.get_world_size()
         sizes = [nbytes // (4 * ranks) * 4 * ranks for nbytes in _COLLECTIVE_BYTES[self.device]]
         seconds, after_pauses, launches, calls = [], [], [], []
         for nbytes in sizes:
@@ -91,7 +89,7 @@ class _Bench:
         count = max(_BATCH, _BATCH_BYTES // nbytes)
         batches = []
         for _ in range(1 + _BATCHES):
-            dist.barrier(self.group)
+            dist.barrier()
             begin = self._now()
             pending = starts[0]()
             for number in range(1, count):
@@ -152,7 +150,7 @@ class _Bench:
 
     def _both(self, start: Callable[[], Pending] | None, products: int) -> float:
         """Seconds of a collective, if there is one, and products beside it."""
-        dist.barrier(self.group)
+        dist.barrier()
         begin = self._now()
         pending = None if start is None else start()
         self._multiply(products)
@@ -166,7 +164,7 @@ class _Bench:
 
     def _collective(self, kind: str, numel: int, ranks: int) -> Callable[[], Pending]:
         """Launches one in memory of its own."""
-        group = self.group if self.group is not None else dist.group.WORLD
+        group = dist.group.WORLD
         assert group is not None
         full, part = (torch.zeros(size, device=self.device) for size in (numel, numel // ranks))
         if kind == ALL_GATHER:
@@ -190,14 +188,14 @@ def _repetitions(seconds: float) -> int:
 
 
 class Slowest:
-    """The largest of each of some figures over the ranks of a group."""
+    """The largest of each of some figures over the ranks."""
 
-    def __init__(self, device: str, group: dist.ProcessGroup | None) -> None:
-        self.device, self.group = device, group
+    def __init__(self, device: str) -> None:
+        self.device = device
 
     def __call__(self, seconds: list[float]) -> list[float]:
         figures = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(figures, dist.ReduceOp.MAX, self.group)
+        dist.all_reduce(figures, dist.ReduceOp.MAX)
         return figures.tolist()
 
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from ..planner import Elements, Granularity, Rows
 from ..quantize import check_size
 
+_LEAST_NUMEL = 4096
+"""Smaller tensors have no blocks. It is the whole tensor that counts, never a shard of it."""
+
 
 @dataclass(frozen=True)
 class BlockGrid:
@@ -129,7 +132,6 @@ class Blocks:
         block: consecutive elements, of tensors that have no tiles.
         tile: rows and columns of the tiles of tensors of two or more dimensions, read as lines of the last one;
             None divides them into ``block`` elements too.
-        least_numel: smaller tensors have no blocks. It is the whole tensor that counts, never a shard of it.
 
     Raises:
         TypeError, ValueError: a size that is no positive integer.
@@ -137,7 +139,6 @@ class Blocks:
 
     block: int = 256
     tile: tuple[int, int] | None = None
-    least_numel: int = 4096
 
     def __post_init__(self) -> None:
         if self.tile is not None:
@@ -154,7 +155,7 @@ class Blocks:
             ValueError: a tile larger than the tensor.
         """
         numel = math.prod(shape)
-        if numel < self.least_numel:
+        if numel < _LEAST_NUMEL:
             return None
         if self.tile is None or len(shape) < 2:
             return BlockGrid(numel, cols=self.block, h=1, w=self.block)

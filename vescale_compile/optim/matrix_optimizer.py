@@ -144,7 +144,7 @@ class MatrixOptimizer(Optimizer):
             if group["algorithm"] == "adamw":
                 self._step_adamw([param for param in group["params"] if param.grad is not None], group)
         end()
-        mark_written(param for param, _ in ready)
+        mark_written(param for _, param, _ in members if param.grad is not None)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -83,17 +83,17 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return getattr(backend, "wrapped_pg", backend).options._timeout
 
 
-def group_beside(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another process group of the same ranks, numbered alike, over gloo, with the same timeout; all make it together.
 
     The public ``new_group``, called by these ranks alone, names a group by how many groups a rank is in: where these
-    are not as many for all, they wait for each other in vain. ``name`` tells it from others beside the same group.
+    are not as many for all, they wait for each other in vain.
     """
-    store = PrefixStore(f"vescale/{group.group_name}/{name}", default_store())
+    store = PrefixStore(f"vescale/{group.group_name}/way back", default_store())
     rank, size, gloo = group.rank(), group.size(), dist.ProcessGroup.BackendType.GLOO
     beside = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timeout_of(group, torch.device("cpu")))
     beside._register_backend(torch.device("cpu"), gloo, backend)
     beside._set_default_backend(gloo)
-    beside._set_group_name(f"{group.group_name} {name}")  # type: ignore[arg-type]
+    beside._set_group_name(f"{group.group_name} way back")  # type: ignore[arg-type]
     return beside

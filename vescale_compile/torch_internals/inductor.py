@@ -89,11 +89,9 @@ def kernels_compiled_beside() -> Iterator[None]:
         compiler.wait(scope)
 
 
-def rounds_as_operators() -> dict[str, bool | None]:
+def rounds_as_operators() -> dict[str, bool]:
     """Options of Inductor by which Triton's kernels round each division and product as PyTorch's operators do."""
-    return _known_options(
-        {"eager_numerics.division_rounding", "emulate_divison_rounding", "emulate_precision_casts"}, True
-    )
+    return {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 
 def passes_left_out() -> dict[str, bool | None]:
@@ -110,22 +108,26 @@ def passes_left_out() -> dict[str, bool | None]:
         "triton.mix_order_reduction",
         # Shards would be copied to where the CUDA graph was recorded.
         "triton.cudagraphs",
-    )
-    where_there_are = {
-        # They write slots, and nobody reads there what is written: it replaces scatters in place by others, and has
-        # the kernels of the program store to memory that nobody allocates.
+        # It replaces scatters into slots by others, of which nobody reads what they write.
         "partitioned_scatter_enabled",
-        "epilogue_fusion_user_defined_triton_kernel",
-        # They have all ranks meet in each graph's compilation, of which each rank, or host, does some alone.
+        # All ranks would meet in each graph's compilation, of which each rank, or host, does some alone.
         "distributed_max_autotune_gemm",
-        "aten_distributed_optimizations.spmd_check",
         # It takes parameters to be aligned as the slots are that they lie in.
         "triton.enable_persistent_tma_matmul",
         # It moves nodes behind the checks of their order.
         "reorder_for_compute_comm_overlap",
+    )
+    where_there_are = {  # from torch 2.12 or 2.13
+        # The kernels of the program would store to memory that nobody allocates, where slots are to be written.
+        "epilogue_fusion_user_defined_triton_kernel": False,
+        # As distributed_max_autotune_gemm.
+        "aten_distributed_optimizations.spmd_check": False,
+        # Of a program that records CUDA graphs in a way of its own.
+        "cudagraph_policy": None,
     }
-    policies = {"cudagraph_policy"}  # of a program that records CUDA graphs in a way of its own
-    return dict.fromkeys(always, False) | _known_options(where_there_are, False) | _known_options(policies, None)
+    known = torch._inductor.list_options()
+    newer = {option: value for option, value in where_there_are.items() if option in known}
+    return dict.fromkeys(always, False) | newer
 
 
 def cudagraph_options() -> list[str]:
@@ -135,11 +137,6 @@ def cudagraph_options() -> list[str]:
         "cudagraph_policy": getattr(torch._inductor.config, "cudagraph_policy", None),
     }
     return [option for option, value in values.items() if value]
-
-
-def _known_options(names: set[str], value: bool | None) -> dict[str, bool | None]:
-    """Those of the options that this version of Inductor has."""
-    return dict.fromkeys(sorted(names & set(torch._inductor.list_options())), value)
 
 
 def emulates_precision_casts() -> bool:
