@@ -287,6 +287,11 @@ def test_a_budget_that_nothing_fits_in_is_an_error_of_the_graph():
     assert not dist.is_initialized()
 
 
+def test_a_budget_that_is_none_is_an_error_of_its_own():
+    with pytest.raises(ValueError, match=r"memory_budget.*much"):
+        of_layers(memory_budget="much")
+
+
 def test_a_budget_may_be_a_share_of_the_devices_memory_less_two_states_of_what_trains():
     with torch.device("meta"):
         model = Layers(4)

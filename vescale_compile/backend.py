@@ -28,7 +28,7 @@ from .options import Options, read_options
 from .passes import bases_of, ordered_nodes, retain, run_stage, sharing_memory, summarize
 from .passes.context import CompileContext, GraphError, Lowering, Part, Stage
 from .report import GraphReport
-from .runtime.agreement import agree_on_buffers
+from .runtime.agreement import RanksDisagree, RanksMissing, agree_on_buffers
 from .runtime.decisions import Trial
 from .runtime.pool import SlotSpec, StepSlots, with_fresh_slots
 from .runtime.registered import registering_group
@@ -126,11 +126,12 @@ def vescale(
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Raises GraphError itself where Dynamo would wrap it."""
+    """Raises what :func:`vescale` says that it raises where Dynamo would wrap it."""
     try:
         yield
     except BackendCompilerFailed as error:
-        raise (error.inner_exception if isinstance(error.inner_exception, GraphError) else error) from None
+        ours = isinstance(error.inner_exception, ValueError | GraphError | RanksDisagree | RanksMissing)
+        raise (error.inner_exception if ours else error) from None
 
 
 def _lowered(

@@ -38,8 +38,8 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
 
     Raises:
         GraphError: a graph that can't be compiled, or a budget that no schedule fits in.
-        torch._dynamo.exc.BackendCompilerFailed: an option that does not exist or has an impossible value (ValueError),
-            or ranks that differ (RanksDisagree, RanksMissing): its ``inner_exception``.
+        ValueError: an option that does not exist, or has an impossible value.
+        RanksDisagree, RanksMissing: ranks that differ.
     """
     graphs: list[GraphReport] = []
     module = uncompiled(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -116,6 +117,7 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
         )
     if mesh is None:
         mesh = mesh_of_all_ranks(_device_type(module))
+        _warn_of_idle_gpus(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"[rank {dist.get_rank()}] fully_shard: mesh is {mesh!r}; give a DeviceMesh, as "
@@ -183,6 +185,17 @@ def _check_communicates(mesh: DeviceMesh, where: str) -> None:
             f"{where}is on {device}, and its process group communicates from other devices ({backends}). Move the "
             f"module to one of them first, or call init_process_group with a backend for {device} too, such as "
             "'cpu:gloo,cuda:nccl'"
+        )
+
+
+def _warn_of_idle_gpus(mesh: DeviceMesh) -> None:
+    """Who comes from FSDP2 may expect a model to be moved to them."""
+    if mesh.device_type == "cpu" and torch.cuda.is_available() and "nccl" in dist.get_backend_config():
+        warnings.warn(
+            f"[rank {dist.get_rank()}] fully_shard: the model is on the CPU, and trains there, though this machine has "
+            "GPUs and the process group nccl for them. Move the model to this rank's GPU before fully_shard; to train "
+            "on the CPU, say so: torch.distributed.init_process_group('gloo')",
+            stacklevel=2,
         )
 
 

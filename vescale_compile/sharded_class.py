@@ -16,7 +16,7 @@ from torch import nn
 from .ragged.dtensor import RaggedDTensor
 from .runtime.boundary import binding_of
 from .runtime.marker import unshard_param
-from .sharded_module import Access, ShardedModule, Unit, reads_are_gathered
+from .sharded_module import Access, ShardedModule, Unit, reads_are_gathered, uncompiled
 from .torch_internals.tracing import never_start_tracing_at
 
 
@@ -40,12 +40,13 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     method that is called from outside a forward, as ``encode`` of an autoencoder.
 
     Args:
-        module: given to ``fully_shard``, or a part of it that has parameters of its own.
+        module: given to ``fully_shard``, or a part of it that has parameters of its own; compiled or not.
         method_name: of its class.
 
     Raises:
         ValueError: the module is not sharded, or has no such method.
     """
+    module = uncompiled(module)
     if not isinstance(module, ShardedModule):
         raise ValueError(
             f"register_forward_method: this {type(module).__name__} is not sharded: call fully_shard first, and give "

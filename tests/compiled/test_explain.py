@@ -228,6 +228,8 @@ def test_what_compiling_wraps_explaining_raises_itself():
         model, options = vc.fully_shard(torch.nn.Linear(4, 2)), {"memory_budget": 1}
         with pytest.raises(GraphError, match="memory_budget is"):
             vc.explain(model, torch.ones(3, 4), options=options)
+        with pytest.raises(ValueError, match=r"memory_budget.*much"):
+            vc.explain(model, torch.ones(3, 4), options={"memory_budget": "much"})
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as wrapped:
             torch.compile(model, backend="vescale", options=options)(torch.ones(3, 4))

@@ -68,6 +68,17 @@ def test_a_registered_method_computes_and_trains_as_the_unsharded_one(compiled):
 
 
 @on_ranks(2)
+def test_a_method_may_be_registered_with_a_model_that_is_compiled():
+    torch._dynamo.reset()
+    plain = Autoencoder()
+    model = torch.compile(vc.fully_shard(Autoencoder()), backend="vescale", options={"lowering": "eager"})
+    torch.testing.assert_close(model(inputs()), plain(inputs()))
+    vc.register_forward_method(model, "encode")
+    torch.testing.assert_close(model.encode(inputs()), plain.encode(inputs()))
+    torch.testing.assert_close(model(inputs()), plain(inputs()))
+
+
+@on_ranks(2)
 def test_a_registered_method_gathers_a_unit_once(monkeypatch):
     gathers = []
     gather = vc.runtime.eager._gather

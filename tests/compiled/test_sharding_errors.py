@@ -201,6 +201,16 @@ def test_a_model_on_a_device_that_the_process_group_can_not_communicate_from(mon
         vc.fully_shard(small())
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_model_left_on_the_cpu_beside_gpus_is_warned_of(backend, monkeypatch, recwarn):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: f"cpu:gloo,cuda:{backend}")
+    with fake_world(2):
+        vc.fully_shard(small())
+    told = [str(each.message) for each in recwarn if "the model is on the CPU" in str(each.message)]
+    assert len(told) == (backend == "nccl")
+
+
 def test_a_parameter_in_two_meshes():
     with fake_world(4):
         model = small()

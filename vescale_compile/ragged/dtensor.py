@@ -54,9 +54,9 @@ class RaggedDTensor(DTensor):
     """A tensor of the global shape, of which this rank holds one contiguous run of elements (RaggedShard).
 
     Elementwise operations, ``torch.optim`` steps and initialization run on the local tensor; norms, dot products and
-    full reductions reduce over the mesh. Any other operation raises RaggedShardError: nothing is gathered in
-    silence. Inside the forward of a module given to ``fully_shard``, its parameters are whole tensors
-    instead.
+    full reductions (sums, means and extremes without autograd only) reduce over the mesh. Views of all elements, runs
+    of rows and writes by a mask work, too. Any other operation raises RaggedShardError: nothing is gathered in silence.
+    Inside the forward of a module given to ``fully_shard``, its parameters are whole tensors instead.
     """
 
     _spec: _Spec
