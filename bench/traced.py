@@ -34,7 +34,7 @@ class Trace(NamedTuple):
     computation: Spans
 
 
-class _Traced(Trainer):
+class TracedTrainer(Trainer):
     """A trainer whose generated kernels the profiler sees."""
 
     def join(self) -> None:
@@ -69,12 +69,8 @@ class _Traced(Trainer):
         return Trace(start, stop, merged(spans))
 
 
-class TracedTrainer(_Traced):
-    """Of any system."""
-
-
-class TracedForecaster(_Traced, Forecaster):
-    """Of ours, with what the compiler predicts."""
+class TracedForecaster(TracedTrainer, Forecaster):
+    """So of ours, with what the compiler predicts."""
 
 
 def merged(spans: Spans) -> Spans:

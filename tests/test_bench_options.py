@@ -1,11 +1,11 @@
 """The benchmark's command line: what it refuses, what it skips, what it takes for default."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
@@ -64,7 +64,7 @@ def test_options_that_make_no_sense_are_refused(
     ("program", "option"), [("planner.py", "--repeats"), ("timeline.py", "--seq")], ids=["planner", "timeline"]
 )
 def test_a_count_of_none_is_refused(program: str, option: str) -> None:
-    ended = subprocess.run([sys.executable, str(BENCH / program), option, "0"], capture_output=True, text=True)
+    ended = run_script(BENCH / program, option, "0", deadline_s=100)
     assert ended.returncode == 2 and "0 is not a positive number" in ended.stderr
 
 

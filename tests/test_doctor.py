@@ -176,7 +176,7 @@ SMALL = {"cpu": (1 << 14, 1 << 16)}
 
 
 def measuring_few_times(arguments: tuple[str, ...]) -> int:
-    with mock.patch.multiple(calibrate_collectives, _COLLECTIVE_BYTES=SMALL, _MOST=5, _BATCHES=1):
+    with mock.patch.multiple(calibrate_collectives, _COLLECTIVE_BYTES=SMALL, _MOST=5, _BATCHES=1, _BATCH_BYTES=1 << 18):
         return main(arguments)
 
 

@@ -4,12 +4,14 @@ import contextlib
 import io
 import json
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
 from vescale_compile.__main__ import main
 from vescale_compile.cost import DEVICES
+from vescale_compile.examples.llama import SIZES
 from vescale_compile.options import Options
 from vescale_compile.quantities import least_text
 
@@ -19,6 +21,12 @@ pytestmark = pytest.mark.slow  # left out of `make test-fast`
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     status = main(arguments)
     return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example has one, where how many it has makes no difference."""
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], layers=1))
 
 
 class Printed(NamedTuple):
@@ -58,7 +66,7 @@ def test_the_command_simulates_a_published_model_for_several_budgets(budgeted):
 
 
 @pytest.mark.parametrize(("model", "world", "replicas"), [("gpt-oss-120b", 1024, 16), ("tiny", 16, 2)])
-def test_ranks_of_replicas_gather_from_fewer(capsys, model, world, replicas):
+def test_ranks_of_replicas_gather_from_fewer(capsys, one_layer, model, world, replicas):
     where = ("--model", model, "--world", str(world), "--cluster", "h100", "--seq", "16", "--json")
     _, out, _ = command(capsys, "simulate", *where, "--replicas", "1", str(replicas))
     alone, replica = json.loads(out)["budgets"]
@@ -66,7 +74,7 @@ def test_ranks_of_replicas_gather_from_fewer(capsys, model, world, replicas):
     assert replica["communication"] < alone["communication"]
 
 
-def test_the_command_simulates_the_example(capsys):
+def test_the_command_simulates_the_example(capsys, one_layer):
     size = ("--model", "tiny", "--world", "8", "--cluster", "h100", "--seq", "16", "--replicas", "4")
     status, out, _ = command(capsys, "simulate", *size)
     assert status == 0
@@ -123,7 +131,7 @@ def test_the_budget_that_the_command_asks_for_is_one_that_it_takes(capsys):
     assert command(capsys, *where, "--budget", f"{float(found[2]) - 0.1:.1f}GB")[0] == 1
 
 
-def test_the_budgets_that_the_compiler_asks_for_can_be_typed_back(capsys):
+def test_the_budgets_that_the_compiler_asks_for_can_be_typed_back(capsys, one_layer):
     where = ("simulate", "--model", "tiny", "--world", "8", "--cluster", "h100", "--seq", "16")
     asked = ["1000"]
     while (told := command(capsys, *where, "--budget", asked[-1]))[0] != 0:
@@ -135,7 +143,7 @@ def test_the_budgets_that_the_compiler_asks_for_can_be_typed_back(capsys):
     assert len(asked) > 1
 
 
-def test_the_command_says_which_step_lacks_memory_of_the_device(capsys, budgeted):
+def test_the_command_says_which_step_lacks_memory_of_the_device(capsys, one_layer, budgeted):
     assert [row["lacking"] for row in budgeted.rows] == [0, 0, 0]  # of which the table says nothing
     where = ("--model", "tiny", "--world", "8", "--batch", "100000", "--cluster", "h100")
     _, out, _ = command(capsys, "simulate", *where)
@@ -154,7 +162,7 @@ def test_a_budget_may_be_a_share_of_the_devices_memory_with_the_optimizers_state
     assert row["peak"] <= 0.9 * (DEVICES["h100"].memory_bytes or 0)
 
 
-def test_a_share_of_the_devices_memory_may_be_the_budget_of_a_model_that_is_compiled(capsys):
+def test_a_share_of_the_devices_memory_may_be_the_budget_of_a_model_that_is_compiled(capsys, one_layer):
     where = ("--model", "tiny", "--world", "64", "--cluster", "h100", "--seq", "16", "--budget", "90%")
     status, out, _ = command(capsys, "simulate", *where)
     assert status == 0 and " 90% " in out

@@ -92,7 +92,7 @@ def test_one_rank_learns_what_two_ranks_learn(
     assert losses(report) == pytest.approx(losses(two_ranks), rel=1e-4)
 
 
-SHORT = ("--layers", "1", "--batch", "2", "--steps", "12", "--log-every", "3")
+SHORT = ("--layers", "1", "--batch", "2", "--seq", "12", "--steps", "12", "--log-every", "3")
 SHARDED_AND_REPLICATED = ("--ranks", "2", *SHORT)
 
 
@@ -142,7 +142,7 @@ def test_parameters_in_bf16_change_the_losses_by_rounding(
 def test_a_sharded_model_accumulates_as_a_replicated_one_does(text: Path, tmp_path: Path) -> None:
     options = (*SHARDED_AND_REPLICATED, "--steps", "6", "--accumulate", "2")
     sharded = trained(text, tmp_path, *options, "--lowering", "eager")
-    replicated = trained(text, tmp_path, *options, "--backend", "aot_eager", "--ddp")
+    replicated = trained(text, tmp_path, *options, *DDP)
     assert losses(sharded) == pytest.approx(losses(replicated), rel=1e-6)
 
 

@@ -92,7 +92,7 @@ def llama() -> nn.Module:
 
 def one_layer_llama() -> nn.Module:
     """Where how deep a model is makes no difference: it compiles in half of the time."""
-    return Llama(LlamaConfig(layers=1, dim=32, heads=4, kv_heads=2, vocab_size=64))
+    return Llama(LlamaConfig(layers=1, dim=32, heads=4, kv_heads=2))
 
 
 def hf_llama(layers: int = 2) -> nn.Module:
@@ -145,7 +145,7 @@ def many_words() -> nn.Module:
 
 def wide() -> nn.Module:
     """Attention and feed-forward of more than a mebibyte each."""
-    return Llama(LlamaConfig(layers=2, dim=320, heads=4, kv_heads=4, vocab_size=64))
+    return Llama(LlamaConfig(layers=1, dim=320, heads=4, kv_heads=4, vocab_size=64))
 
 
 DEEP = 4

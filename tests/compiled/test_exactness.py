@@ -9,7 +9,7 @@ from ranks import on_ranks
 from torch import nn
 
 import vescale_compile as vc
-from vescale_compile.examples.llama import SIZES, Llama, LlamaConfig
+from vescale_compile.examples.llama import Llama, LlamaConfig
 
 STEPS = 10
 ONE_LAYER = functools.partial(models.Uneven, 1)
@@ -57,24 +57,24 @@ def test_ten_adamw_steps_are_bit_equal_on_two_ranks(name):
 @pytest.mark.slow
 @on_ranks(2)
 def test_parameters_kept_for_the_backward_give_the_same_bits():
-    assert compare("Uneven", "eager", "aot_eager", 11, reshard_after_forward=False) == (0.0, 0.0)
+    assert compare("Uneven", "eager", None, 11, reshard_after_forward=False) == (0.0, 0.0)
 
 
 @on_ranks(2)
 def test_uneven_sizes_are_bit_equal_on_two_ranks():
-    assert compare("Uneven", "eager", "aot_eager", 11) == (0.0, 0.0)
+    assert compare("Uneven", "eager", None, 11) == (0.0, 0.0)
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_an_embedding_and_a_head_with_a_buffer_each_are_bit_equal_on_two_ranks():
-    assert compare(many_words_of_one_layer, "eager", "aot_eager", 8192, steps=3) == (0.0, 0.0)
+    assert compare(many_words_of_one_layer, "eager", None, 8192, steps=3) == (0.0, 0.0)
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_blocks_gathered_in_parts_are_bit_equal_on_two_ranks():
-    assert compare("wide", "eager", "aot_eager", 64, steps=3) == (0.0, 0.0)
+    assert compare("wide", "eager", None, 64, steps=3) == (0.0, 0.0)
 
 
 @pytest.mark.slow
@@ -97,11 +97,11 @@ def test_inductor_lowering_is_within_rounding_of_the_unsharded_model(name, refer
 @pytest.mark.slow
 @on_ranks(2, deadline_s=300)
 def test_inductor_lowering_infers_what_the_unsharded_model_does():
-    """Deep enough for slots to change hands while Inductor could still move what reads them."""
+    """Of four layers, for which slots change hands."""
     torch._dynamo.reset()
-    build = functools.partial(Llama, SIZES["small"])
+    build = functools.partial(Llama, LlamaConfig(layers=4, dim=32, heads=4, kv_heads=2))
     call = torch.compile(vc.fully_shard(models.build(build)), backend="vescale", dynamic=False)
-    tokens = models.batches(1, 200, shape=(1, 128))[0][0]
+    tokens = models.batches(1, 200)[0][0]
     with torch.no_grad():
         torch.testing.assert_close(call(tokens), models.build(build)(tokens), rtol=1e-4, atol=1e-5)
 

@@ -161,7 +161,7 @@ class Growing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = [[(width, 8), (8, width), (width,)] for width in (8, 12, 16, 20)]
+        sizes = [[(width, 8), (8, width), (width,)] for width in (8, 12, 16)]
         self.layers = nn.ModuleList(nn.ParameterList([torch.randn(size) / 4 for size in layer]) for layer in sizes)
 
     def forward(self, x: Tensor) -> Tensor:

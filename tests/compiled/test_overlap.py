@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -163,6 +164,7 @@ class Trained(NamedTuple):
 
     losses: list[float]
     ran: list[tuple[str, int]]
+    calls: Counter[str]
 
 
 CLUSTERS = {
@@ -186,7 +188,8 @@ def trained(lowering: str, wire: str = "slow") -> Trained:
             arguments = [each.name for each in getattr(torch.ops.vescale, operator).default._schema.arguments]
             unit = event.concrete_inputs[arguments.index("unit")]
             ran.append((f"{role.replace('start', 'launch')} {kind}", unit))
-    return Trained(losses, ran)
+    calls = Counter(event.name for event in trace.events() if event.name.startswith(("c10d::", "gloo:", "vescale::")))
+    return Trained(losses, ran, calls)
 
 
 @pytest.mark.slow
@@ -196,6 +199,32 @@ def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowerin
     graph = explained(models.Uneven, lowering=lowering, cluster=models.SLOW_WIRE)
     ran = [f"{what} of {graph.units[unit].name}" for what, unit in trained(lowering).ran]
     assert ran == [event for part in graph.parts.values() for event in part.schedule]
+
+
+UNITS = 3  # of models.Uneven
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@on_ranks(2, deadline_s=300)
+def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowering):
+    calls = trained(lowering).calls.items()
+    ran = Counter({name: n for name, n in calls if not name.endswith("_into")})  # gradients, written in place
+    ended = ran.pop("vescale::wait_reduce_scatter", 0) + ran.pop("vescale::leave_reduce_scatter")
+    # Over gloo each rank sends the other its part: one message each way for a gather, and one for a reduction. Of the
+    # gathers for the backward one is carried over, and one is not needed.
+    assert ended == UNITS
+    assert ran == {
+        "vescale::start_all_gather": 2 * UNITS - 2,
+        "vescale::wait_all_gather": 2 * UNITS - 2,
+        "vescale::carry_all_gather": 1,
+        "vescale::take_all_gather": 1,
+        "vescale::start_reduce_scatter": UNITS,
+        "c10d::send": 3 * UNITS - 1,
+        "gloo:send": 3 * UNITS - 1,
+        "c10d::recv_": 3 * UNITS - 1,
+        "gloo:recv": 3 * UNITS - 1,
+    }, ran
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Stages of torch.distributed.pipelining, each sharded over the ranks that have it."""
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,16 @@ class AccumulatingStage(PipelineStage):
             return super().forward_one_chunk(chunk, *args, **kwargs)
 
 
+@functools.cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+
+
 class Pipeline:
     """Two ranks after one another, each with ``turns`` stages of two layers; two such pipelines share parameters."""
 
     def __init__(self, turns: int = 1, stage: type[PipelineStage] = PipelineStage) -> None:
-        torch._dynamo.reset()
-        self.mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+        self.mesh = mesh()
         self.place = self.mesh["pipeline"].get_local_rank()
         torch.manual_seed(0)
         self.unsharded = Layers(0, 4 * turns)

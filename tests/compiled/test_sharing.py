@@ -84,7 +84,10 @@ def test_reductions_that_are_averaged_over_replicas_too_share_both_collectives()
 @on_ranks(4, deadline_s=300)
 def test_so_what_is_learned_over_replicas_is_the_same():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert trained_with_and_without_sharing("eager", few_kernels, mesh=mesh) == [(True, True), (False, False)]
+    assert trained_with_and_without_sharing("eager", few_kernels, vc.MixedPrecisionPolicy(), mesh=mesh) == [
+        (True, True),
+        (False, False),
+    ]
 
 
 @on_ranks(2)
@@ -94,15 +97,20 @@ def test_messages_of_cpus_are_not_shared():
 
 
 @pytest.mark.parametrize(
-    ("lowering", "build", "dtype"), [("eager", models.Uneven, None), ("inductor", few_kernels, torch.bfloat16)]
+    ("lowering", "build", "policy"),
+    [
+        ("eager", models.Uneven, vc.MixedPrecisionPolicy()),
+        ("eager", models.Uneven, vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        ("inductor", few_kernels, vc.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    ],
+    ids=["float32", "bfloat16", "generated code"],
 )
 @on_ranks(2, deadline_s=300)
-def test_training_is_the_same_with_shared_collectives(lowering, build, dtype):
-    policy = vc.MixedPrecisionPolicy(param_dtype=dtype)
-    assert trained_with_and_without_sharing(lowering, build, mp_policy=policy) == [(True, True), (False, False)]
+def test_training_is_the_same_with_shared_collectives(lowering, build, policy):
+    assert trained_with_and_without_sharing(lowering, build, policy) == [(True, True), (False, False)]
 
 
-def trained_with_and_without_sharing(lowering, build, **shard_options) -> list[tuple[bool, bool]]:
+def trained_with_and_without_sharing(lowering, build, policy, **shard_options) -> list[tuple[bool, bool]]:
     """Over the backend's own collectives, which those of a GPU are. Whether gathers and reductions were shared."""
     data = models.batches(3, 11)
     losses, params, made = [], [], []
@@ -116,7 +124,7 @@ def trained_with_and_without_sharing(lowering, build, **shard_options) -> list[t
                 ops, "start_reduce_scatters", side_effect=collectives.start_reduce_scatters
             ) as reductions,
         ):
-            model = vc.fully_shard(models.build(build), **shard_options)
+            model = vc.fully_shard(models.build(build), mp_policy=policy, **shard_options)
             options = {"lowering": lowering, "cluster": cluster, "memory_budget": "1MB"}
             call = torch.compile(model, backend="vescale", options=options)
             losses.append(models.train(call, model.parameters(), data))
@@ -125,7 +133,7 @@ def trained_with_and_without_sharing(lowering, build, **shard_options) -> list[t
     assert losses[0] == losses[1]
     assert all(map(torch.equal, *params))
     _, expected = models.train_unsharded(build, data, backend=None)
-    assert losses[0] == pytest.approx(expected, abs=0.05 if "mp_policy" in shard_options else 1e-5)
+    assert losses[0] == pytest.approx(expected, abs=1e-5 if policy.param_dtype is None else 0.05)
     return made
 
 

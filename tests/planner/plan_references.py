@@ -39,7 +39,7 @@ def fits(items: Sequence[Item], shard: int, limit: int) -> bool:
 def smallest_shard(items: Sequence[Item], world_size: int, alignment: int, *, keep_order: bool = False) -> int:
     """The optimum: tries every shard size and every order."""
     orders = [tuple(items)] if keep_order else sorted(set(permutations(items)))
-    shard = alignment
+    shard = -(-sum(item.numel for item in items) // (world_size * alignment)) * alignment  # in less they have no room
     while not any(fits(order, shard, world_size * shard) for order in orders):
         shard += alignment
     return shard

@@ -24,6 +24,7 @@ import models
 from handmade import Graph, aten, context
 from test_census import counted, total
 from test_graphs import dump_of_one_step
+from test_warm_start import Products
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -83,7 +84,8 @@ class InBlocks(nn.Module):
 
 @on_ranks(2, deadline_s=600)
 def test_compiled_kernels_copy_nothing_from_or_to_what_travels():
-    profile = counted(InBlocks, "inductor", 64, **IN_INT8).profile
+    options = {"quantize": vc.BlockFP8((3, 7)), "quantize_gradients": vc.BlockInt8(49)}
+    profile = counted(Products, "inductor", 11, **options).profile
     assert profile.copies.copied_bytes == profile.copies.cast_bytes == profile.copies.copy_in_bytes == 0
 
 

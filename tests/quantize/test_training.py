@@ -96,7 +96,8 @@ def check(build: models.Model, quantizer, lowering: str | None, steps: int = 3, 
     data = models.batches(steps, vocab)
     model, call = models.sharded(build, compile=lowering, quantize=quantizer, **options)
     losses = models.train(call, model.parameters(), data)
-    masters, expected = reference_run(build, quantizer, "aot_eager" if lowering else None, vocab, steps)
+    of_attention = lowering is not None and build is models.one_layer_llama
+    masters, expected = reference_run(build, quantizer, "aot_eager" if of_attention else None, vocab, steps)
     assert losses == expected
     for (key, param), master in zip(model.named_parameters(), masters.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), master), key
@@ -143,7 +144,7 @@ def test_so_they_are_with_a_router_that_is_left_out_of_tiles_larger_than_it(lowe
 
     model, call = models.sharded(Routed, compile=lowering, quantize=quantize)
     losses = models.train(call, model.parameters(), data)
-    masters, expected = models.train_unsharded(Routed, data, "aot_eager" if lowering else None, through)
+    masters, expected = models.train_unsharded(Routed, data, None, through)
     assert losses == expected
     for (key, param), master in zip(model.named_parameters(), masters.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), master), key

@@ -35,8 +35,8 @@ def calibrate(
 ) -> Calibration:
     """Measures matrix products, memory bandwidth and launches, and collectives, if there is a process group.
 
-    Then every rank must call this, at the same time: all measure at once, and all get the
-    figures of the slowest. The group's own timeout bounds each wait.
+    Then every rank must call this, at the same time: all measure at once, and all get the figures of the slowest. The
+    group's own timeout bounds each wait.
 
     Args:
         device: "cpu" (with as many threads as PyTorch uses now) or "cuda" (the current device).
