@@ -195,6 +195,7 @@ class _Bench:
         return taken
 
     def _job(self, start: str, ranks: int, joined: wire.Wire | None) -> Job:
+        # All sizes have the vocabulary of this one, which batches are made of.
         workload = Workload("30M", self.args.batch, self.args.seq, "fp32", "cpu", 0)
         return Job(
             "vescale",

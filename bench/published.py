@@ -153,7 +153,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="memory of a rank, optimizer states apart, such as 72GB (what overlap is worth)",
+        help="memory of a rank, optimizer states apart, such as 80GB (what overlap is worth)",
     )
     parser.add_argument(
         "--shards",

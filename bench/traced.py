@@ -70,7 +70,7 @@ class TracedTrainer(Trainer):
 
 
 class TracedForecaster(TracedTrainer, Forecaster):
-    """So of ours, with what the compiler predicts."""
+    """The same of our system, which also predicts the step."""
 
 
 def merged(spans: Spans) -> Spans:

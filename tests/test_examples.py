@@ -194,7 +194,7 @@ def test_a_sharded_model_learns_with_each_optimizer(name: str) -> None:
     for _ in range(10):
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # what optimizers compile has tests of its own, in tests/optim
             optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -126,7 +126,7 @@ def vescale(
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Raises what :func:`vescale` says that it raises where Dynamo would wrap it."""
+    """Raises itself what Dynamo would wrap: wrong options, GraphError, ranks that differ."""
     try:
         yield
     except BackendCompilerFailed as error:

@@ -40,6 +40,7 @@ def explain(model: nn.Module, *args: Any, options: Mapping[str, Any] | None = No
         GraphError: a graph that can't be compiled, or a budget that no schedule fits in.
         ValueError: an option that does not exist, or has an impossible value.
         RanksDisagree, RanksMissing: ranks that differ.
+        torch._dynamo.exc.BackendCompilerFailed: around anything else, as the RuntimeError of ``registered_memory``.
     """
     graphs: list[GraphReport] = []
     module = uncompiled(model)

@@ -32,7 +32,7 @@ def under_torchrun() -> bool:
 
 
 def number_of_ranks(wanted: int | None, device_type: str) -> int:
-    """How many a command has whose ``--ranks`` is ``wanted``: by default torchrun's, or one for each GPU.
+    """How many a command has whose ``--ranks`` is ``wanted``: by default torchrun's, or one for each GPU, or two.
 
     Raises:
         ValueError: wanted, and decided by torchrun.

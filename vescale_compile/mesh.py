@@ -115,9 +115,9 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
             "fully_shard: no process group. Call torch.distributed.init_process_group first (under torchrun, or "
             "with rank and world_size)."
         )
+    unsaid = mesh is None
     if mesh is None:
         mesh = mesh_of_all_ranks(_device_type(module))
-        _warn_of_idle_gpus(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"[rank {dist.get_rank()}] fully_shard: mesh is {mesh!r}; give a DeviceMesh, as "
@@ -132,6 +132,8 @@ def data_parallel_mesh(module: nn.Module, mesh: DeviceMesh | None) -> DataParall
     if mesh.get_coordinate() is None:
         raise ValueError(f"{where}does not have this rank; call fully_shard on the ranks of the mesh alone")
     _check_communicates(mesh, where)
+    if unsaid:
+        _warn_of_idle_gpus(mesh)
     names = mesh.mesh_dim_names
     if mesh.ndim == 2 and names is None:
         raise ValueError(
@@ -195,7 +197,7 @@ def _warn_of_idle_gpus(mesh: DeviceMesh) -> None:
             f"[rank {dist.get_rank()}] fully_shard: the model is on the CPU, and trains there, though this machine has "
             "GPUs and the process group nccl for them. Move the model to this rank's GPU before fully_shard; to train "
             "on the CPU, say so: torch.distributed.init_process_group('gloo')",
-            stacklevel=2,
+            stacklevel=4,
         )
 
 

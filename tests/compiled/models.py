@@ -228,13 +228,13 @@ def train(
 def train_unsharded(
     model: Model,
     data: list[Batch],
-    backend: str | None = "aot_eager",
+    backend: str | None = None,
     through: Callable[[Tensor], Tensor] | None = None,
     make_optimizer: MakeOptimizer = sgd,
 ) -> tuple[nn.Module, list[float]]:
-    """The reference: the whole model, compiled. Rank 0 trains it on the batches of all ranks with the mean of their
-    gradients, and every rank gets the parameters and the losses of its own batches. A step computes with what `through`
-    makes of the parameters."""
+    """The reference: the whole model, compiled by `backend` if there is one. Rank 0 trains it on the batches of all
+    ranks with the mean of their gradients, and every rank gets the parameters and the losses of its own batches. A step
+    computes with what `through` makes of the parameters."""
     built = build(model)
     optimizer = make_optimizer(built.parameters())
     batches_of_all: list[Any] = [None] * dist.get_world_size()

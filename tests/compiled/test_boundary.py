@@ -342,6 +342,6 @@ def test_training_that_carries_is_bit_equal_to_the_unsharded_model():
     data = models.batches(4, 11)
     model, call = compiled()
     losses = models.train(call, model.parameters(), data)
-    unsharded, expected = models.train_unsharded(models.Uneven, data, backend=None)
+    unsharded, expected = models.train_unsharded(models.Uneven, data)
     assert losses == expected
     assert models.largest_difference(model, unsharded) == 0.0

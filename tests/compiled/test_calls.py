@@ -31,16 +31,14 @@ STEPS = 5
 @functools.cache
 def unsharded_run(seed: int = 0):
     """`one_layer` unsharded, after five batches, and its losses, which several tests compare with."""
-    return models.train_unsharded(
-        functools.partial(models.build, one_layer, seed), models.batches(STEPS, 11), backend=None
-    )
+    return models.train_unsharded(functools.partial(models.build, one_layer, seed), models.batches(STEPS, 11))
 
 
 @functools.cache
 def unsharded_run_of_shapes(*shapes: tuple[int, int]):
     """So, after a batch of each shape."""
     data = [models.batches(1, 11, shape=shape)[0] for shape in shapes]
-    return models.train_unsharded(one_layer, data, backend=None)
+    return models.train_unsharded(one_layer, data)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -172,7 +170,7 @@ def test_one_compiled_block_serves_every_layer(order):
                 layer.compile(backend="vescale", options={"lowering": "eager"})
     losses = models.train(model, model.parameters(), data)
     assert all(buffer.deadline for layer in model.layers for buffer in buffers_in(layer))  # by compiled graphs
-    _, expected = models.train_unsharded(models.Uneven, data, backend=None)
+    _, expected = models.train_unsharded(models.Uneven, data)
     assert losses == pytest.approx(expected, abs=1e-6)
 
 

@@ -168,7 +168,7 @@ def test_so_does_each_of_a_backward_while_what_the_last_one_reduces_is_in_flight
 def trains_as_unsharded(build: models.Model, data: list[models.Batch], **shard_options: object) -> None:
     model, _ = sharded(build, **shard_options)
     losses = models.train(model, model.parameters(), data)
-    unsharded, reference = models.train_unsharded(build, data, backend=None)
+    unsharded, reference = models.train_unsharded(build, data)
     assert losses == pytest.approx(reference, rel=1e-6)
     assert models.largest_difference(model, unsharded) < 1e-6
 
@@ -305,7 +305,7 @@ def test_what_a_forward_writes_is_what_the_layers_after_it_read():
     losses = {}
     for model.how in WAYS:
         losses[model.how] = models.train(model, model.parameters(), [batch])
-    _, expected = models.train_unsharded(Following, [batch] * (2 + len(WAYS)), backend=None)
+    _, expected = models.train_unsharded(Following, [batch] * (2 + len(WAYS)))
     assert losses == {how: pytest.approx([loss], rel=1e-6) for how, loss in zip(WAYS, expected[2:], strict=True)}
 
 

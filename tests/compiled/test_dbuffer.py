@@ -214,5 +214,5 @@ def test_with_registered_memory_every_slot_is_the_process_groups():
     slots = {memory.tensor.data_ptr() for key, memory in pool._memories.items() if key[0] is dist.group.WORLD}
     assert slots == {tensor.data_ptr() for tensor in taken}
     assert slots
-    _, expected = models.train_unsharded(models.Uneven, models.batches(2, 11), backend=None)
+    _, expected = models.train_unsharded(models.Uneven, models.batches(2, 11))
     assert losses == expected

@@ -127,7 +127,7 @@ def test_training_without_compilation_is_that_of_the_model_on_one_rank():
 
 def compare(compiled: str, layers: int = 2) -> None:
     data = models.batches(3, VOCABULARY)
-    reference, expected = models.train_unsharded(lambda: Mixture(layers=layers), data, backend=None)
+    reference, expected = models.train_unsharded(lambda: Mixture(layers=layers), data)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same experts", "experts"))
     model, options = sharded(mesh, layers=layers), {"lowering": "eager"}
     call = torch.compile(model, backend="vescale", fullgraph=True, options=options) if compiled == "whole" else model

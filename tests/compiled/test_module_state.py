@@ -129,7 +129,7 @@ def test_a_compiled_model_converts_and_trains_on():
     models.train(call, model.parameters(), data[:1])
     model.double()
     losses = models.train(call, model.parameters(), data[1:])
-    whole, _ = models.train_unsharded(models.Uneven, data[:1], backend=None)
+    whole, _ = models.train_unsharded(models.Uneven, data[:1])
     whole.double()
     assert losses[0] == pytest.approx(whole(*data[1]).item(), rel=1e-12)
     assert {p.dtype for p in model.parameters()} == {torch.float64}

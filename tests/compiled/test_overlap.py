@@ -159,8 +159,12 @@ def test_an_option_that_makes_no_sense_is_refused(option, value):
         explained(**{option: value})
 
 
+UNITS = 3  # of models.Uneven
+
+
 class Trained(NamedTuple):
-    """Losses, and what communication the next step launches and waits for, each with the number of its unit."""
+    """Losses, and of the next step's forward and backward what communication they launch and wait for, each with the
+    number of its unit, and how often each call of communication ran."""
 
     losses: list[float]
     ran: list[tuple[str, int]]
@@ -201,13 +205,10 @@ def test_a_profiled_step_launches_and_waits_in_the_order_of_the_schedule(lowerin
     assert ran == [event for part in graph.parts.values() for event in part.schedule]
 
 
-UNITS = 3  # of models.Uneven
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @on_ranks(2, deadline_s=300)
-def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowering):
+def test_a_profiled_forward_and_backward_run_the_collectives_of_the_graphs_and_no_other(lowering):
     calls = trained(lowering).calls.items()
     ran = Counter({name: n for name, n in calls if not name.endswith("_into")})  # gradients, written in place
     ended = ran.pop("vescale::wait_reduce_scatter", 0) + ran.pop("vescale::leave_reduce_scatter")
@@ -231,7 +232,7 @@ def test_a_profiled_step_runs_the_collectives_of_the_graphs_and_no_other(lowerin
 @on_ranks(2)
 def test_overlapped_training_is_bit_equal_to_training_that_waits_at_once():
     overlapped, waiting = (trained("eager", wire).losses for wire in ("slow", "fast"))
-    _, reference = models.train_unsharded(models.Uneven, models.batches(3, 11), backend=None)
+    _, reference = models.train_unsharded(models.Uneven, models.batches(3, 11))
     assert overlapped == waiting == reference
 
 

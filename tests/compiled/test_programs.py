@@ -224,7 +224,7 @@ PROGRAMS = [
 
 @functools.cache
 def unsharded_run(program):
-    return models.train_unsharded(program, models.batches(3, 7), None, make_optimizer=models.gentle_sgd)
+    return models.train_unsharded(program, models.batches(3, 7), make_optimizer=models.gentle_sgd)
 
 
 def differences(program, compile):

@@ -157,7 +157,7 @@ def trained(budget: int) -> Trained:
 @on_ranks(2)
 def test_what_is_kept_changes_no_number(between):
     found = trained(between)
-    unsharded, reference = models.train_unsharded(some_layers, models.batches(4, 11), backend=None)
+    unsharded, reference = models.train_unsharded(some_layers, models.batches(4, 11))
     assert found.losses == reference
     assert models.largest_difference(found.parameters, unsharded) == 0.0
 

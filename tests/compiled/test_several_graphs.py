@@ -192,7 +192,7 @@ def test_what_one_rank_compiled_for_a_layer_is_what_another_compiled_for_one_lik
     call, graphs = compiled(model, layers=True)
     losses = models.train(call, model.parameters(), data)
     assert len(graphs) == 2 + torch.distributed.get_rank()
-    unsharded, reference = models.train_unsharded(Growing, data, backend=None)
+    unsharded, reference = models.train_unsharded(Growing, data)
     assert losses == pytest.approx(reference)
     assert models.largest_difference(model, unsharded) < 1e-6
 
@@ -271,7 +271,7 @@ def test_a_real_step_of_several_graphs_takes_what_the_budget_allows():
 def test_no_number_changes_with_several_graphs_and_a_budget():
     found = trained(TIGHT)
     assert any(unit.after_forward.startswith("kept") for unit in found.graphs[-1].units)
-    unsharded, reference = models.train_unsharded(models.deep, models.batches(4, 11), backend=None)
+    unsharded, reference = models.train_unsharded(models.deep, models.batches(4, 11))
     assert found.losses == reference
     assert models.largest_difference(found.parameters, unsharded) == 0.0
 

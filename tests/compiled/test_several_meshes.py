@@ -61,7 +61,7 @@ def test_training_is_that_of_the_unsharded_model(lowering, shard):
 def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
     torch._dynamo.reset()
     data = models.batches(3, 11)
-    reference, expected = models.train_unsharded(one_layer, data, backend=None)
+    reference, expected = models.train_unsharded(one_layer, data)
     model = layers_over_two(models.build(one_layer))
     losses = models.train(torch.compile(model, backend="vescale"), model.parameters(), data)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -72,7 +72,7 @@ def test_inductor_lowering_is_within_rounding_of_the_unsharded_model():
 def test_layers_that_take_turns_with_others_over_another_mesh_are_compiled_one_by_one():
     torch._dynamo.reset()
     build, data = functools.partial(models.Uneven, 3), models.batches(3, 11)
-    reference, expected = models.train_unsharded(build, data, backend=None)
+    reference, expected = models.train_unsharded(build, data)
     model = models.build(build)
     for index, layer in enumerate(model.layers):
         vc.fully_shard(layer, mesh=mesh_of(2, 2) if index % 2 else None)
