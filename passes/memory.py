@@ -23,6 +23,7 @@ from ..torch_internals.inductor_graphs import generates_code_for, may_stay_in_re
 from .aliases import bases_of
 from .context import CompileContext, Lowering, Part, Use, buffer_of, comm_of, is_allocation
 from .edit import nbytes_of, numel_of, order_of
+from .moves import buffer_behind
 from .summary import Peak
 
 _NAMED = 3  # of the largest at the fullest moment
@@ -36,12 +37,15 @@ class GraphMemory:
 
     Attributes:
         graph: whose memory it is.
-        bases: the node that made the memory of each node's result.
+        bases: the node that made the memory of each node's result; of inputs that lie in one gather's, the first.
     """
 
     def __init__(self, graph: fx.Graph, context: CompileContext, part: Part) -> None:
         self.graph, self._context, self._part = graph, context, part
-        self.bases = bases_of(graph)
+        kept = _kept(graph, context) if part is Part.BACKWARD else {}
+        self._whole = {each[0]: context.units[unit].numel * each[0].meta["val"].itemsize for unit, each in kept.items()}
+        first = {view: each[0] for each in kept.values() for view in each}
+        self.bases = {node: first.get(base, base) for node, base in bases_of(graph).items()}
         values = dict.fromkeys(self.bases.values())
         self._held = {node for node in values if _is_memory(node, context)}
         self._in_memory = {
@@ -53,20 +57,31 @@ class GraphMemory:
     def peak(self, without: Collection[fx.Node] = ()) -> Peak:
         """The graph's fullest moment, ``without`` counting what will lie in slots."""
         spans = self._spans(without)
-        levels = _levels(self.graph, spans)
+        levels = self._levels(spans)
         at = levels.index(max(levels))
         held = [node for node, (first, last) in spans.items() if first <= at <= last]
         kinds: Counter[str] = Counter()
         for node in held:
-            kinds[_kind(node)] += nbytes_of(node)
-        named = heapq.nlargest(_NAMED, held, key=nbytes_of)
-        largest = tuple((_name(node, self._context), nbytes_of(node)) for node in named)
+            kinds[_kind(node, self._context)] += self._nbytes(node)
+        named = heapq.nlargest(_NAMED, held, key=self._nbytes)
+        largest = tuple((_name(node, self._context), self._nbytes(node)) for node in named)
         fullest = list(self.graph.nodes)[at]
         return Peak(fullest.name, kinds["parameters"], kinds["gradients"], kinds["activations"], largest)
 
     def live_bytes(self, without: Collection[fx.Node]) -> list[int]:
         """What is live while each node runs, ``without`` what will lie in slots."""
-        return _levels(self.graph, self._spans(without))
+        return self._levels(self._spans(without))
+
+    def _nbytes(self, node: fx.Node) -> int:
+        return self._whole[node] if node in self._whole else nbytes_of(node)
+
+    def _levels(self, spans: dict[fx.Node, tuple[int, int]]) -> list[int]:
+        """What is live while each node runs, in bytes."""
+        changes: Counter[int] = Counter()
+        for node, (first, last) in spans.items():
+            changes[first] += self._nbytes(node)
+            changes[last + 1] -= self._nbytes(node)
+        return list(itertools.accumulate(changes[place] for place in range(len(self.graph.nodes))))
 
     def _spans(self, without: Collection[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
         """The first and the last place in the graph's order at which what a node makes is in memory. The forward's
@@ -101,13 +116,14 @@ def left_bytes(graph: fx.Graph, context: CompileContext) -> int:
     return sum(nbytes_of(base) for base in left if base.op != "placeholder" and _is_memory(base, context))
 
 
-def _levels(graph: fx.Graph, spans: dict[fx.Node, tuple[int, int]]) -> list[int]:
-    """What is live while each node runs, in bytes."""
-    changes: Counter[int] = Counter()
-    for node, (first, last) in spans.items():
-        changes[first] += nbytes_of(node)
-        changes[last + 1] -= nbytes_of(node)
-    return list(itertools.accumulate(changes[place] for place in range(len(graph.nodes))))
+def _kept(backward: fx.Graph, context: CompileContext) -> dict[int, list[fx.Node]]:
+    """By unit, the inputs that are parameters which the forward has gathered: views of one piece of memory, all of
+    which is there while any of them is."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in backward.find_nodes(op="placeholder"):
+        if node.name in context.saved:
+            found.setdefault(context.saved[node.name], []).append(node)
+    return found
 
 
 def _last_uses(graph: fx.Graph, bases: dict[fx.Node, fx.Node], order: dict[fx.Node, int]) -> dict[fx.Node, int]:
@@ -141,7 +157,8 @@ def _last_reads(
         nbytes = nbytes_of(stored)
         alike = [each for each, elementwise in read.items() if elementwise and nbytes_of(each) == nbytes]
         ending = (each for each in alike if found[each] == place)
-        taken = next((each for each in ending if each.op != "placeholder" or each.name in context.donated), None)
+        given = context.donated - context.saved.keys()
+        taken = next((each for each in ending if each.op != "placeholder" or each.name in given), None)
         if taken is not None:
             found[taken] -= 1
     return found
@@ -212,12 +229,12 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node, context: CompileContext) -> str:
-    mark = buffer_of(node)
+    mark = buffer_behind(node, context)
     return node.name if mark is None else context.named(mark)
 
 
-def _kind(node: fx.Node) -> str:
-    mark = buffer_of(node)
+def _kind(node: fx.Node, context: CompileContext) -> str:
+    mark = buffer_behind(node, context)
     if mark is None:
         return "activations"
     return "parameters" if mark.use in (Use.PARAMETERS, Use.PACKED) else "gradients"

@@ -47,6 +47,7 @@ def retain(halves: Halves, context: CompileContext) -> None:
         give_values(half.graph)
     _keep_what_is_never_resharded(halves, context)
     context.donated = _donated(halves[0].graph, context.results)
+    context.saved = _saved(halves[0].graph)
     step = survey(halves, context)
     again = frozenset(step.forward.gathered.keys() & step.backward.gathered.keys())
     kept = _to_keep(step, context)

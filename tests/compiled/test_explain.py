@@ -96,13 +96,13 @@ def test_kept_parameters_are_memory_of_their_own():
     with fake_world(2):
         _, report = explained(reshard=False, build=ONE_LAYER)
     (graph,) = report.graphs
-    kept = graph.parts[Part.FORWARD].peak.parameters
-    assert kept == sum(unit.gathered_bytes for unit in graph.units)
+    for part in graph.parts.values():  # the backward reads no embedding, whose memory is that of the head
+        assert part.peak.parameters == sum(unit.gathered_bytes for unit in graph.units)
 
 
 @pytest.mark.parametrize(
     ("reshard", "lowering", "build"),
-    [(False, "eager", models.llama), (True, "inductor", models.one_layer_llama)],
+    [(False, "eager", models.one_layer_llama), (True, "inductor", models.one_layer_llama)],
 )
 @on_ranks(2, deadline_s=300)
 def test_the_peak_is_that_of_a_real_step(reshard, lowering, build):

@@ -58,7 +58,7 @@ def least_budget() -> int:
 def between() -> int:
     """A budget with room for some of the units."""
     with fake_world(2):
-        return (explained(None).peak_bytes + explained(None, reshard=False).peak_bytes) // 2
+        return (least_budget() + explained(None, reshard=False).peak_bytes) // 2
 
 
 def test_the_budget_that_a_refusal_asks_for_is_enough_and_little_less_is_not():
