@@ -157,8 +157,7 @@ def _last_reads(
         nbytes = nbytes_of(stored)
         alike = [each for each, elementwise in read.items() if elementwise and nbytes_of(each) == nbytes]
         ending = (each for each in alike if found[each] == place)
-        given = context.donated - context.saved.keys()
-        taken = next((each for each in ending if each.op != "placeholder" or each.name in given), None)
+        taken = next((each for each in ending if each.op != "placeholder" or each.name in context.donated), None)
         if taken is not None:
             found[taken] -= 1
     return found

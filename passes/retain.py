@@ -47,7 +47,7 @@ def retain(halves: Halves, context: CompileContext) -> None:
         give_values(half.graph)
     _keep_what_is_never_resharded(halves, context)
     context.donated = _donated(halves[0].graph, context.results)
-    context.saved = _saved(halves[0].graph)
+    context.saved = _saved(halves[0].graph)  # so far those that are never resharded, which the survey counts
     step = survey(halves, context)
     again = frozenset(step.forward.gathered.keys() & step.backward.gathered.keys())
     kept = _to_keep(step, context)
@@ -110,12 +110,15 @@ def _saved(forward: fx.Graph) -> dict[str, int]:
 
 
 def _donated(forward: fx.Graph, results: int) -> frozenset[str]:
-    """Names of what a forward keeps for its backward alone: no input of its own, no result, and no part of either."""
+    """Names of what a forward keeps for its backward alone: no input of its own, no result, and no part of either; nor
+    of what it has gathered, which is there as a whole."""
     bases = bases_of(forward)
     outputs = cast(Sequence[Any], forward.output_node().args[0])
     given = {bases[value] for value in outputs[:results] if isinstance(value, fx.Node)}
     saved = [value for value in outputs[results:] if isinstance(value, fx.Node) and bases[value] not in given]
-    return frozenset(value.name for value in saved if bases[value].op != "placeholder")
+    return frozenset(
+        value.name for value in saved if bases[value].op != "placeholder" and bases[value].target not in GATHERS
+    )
 
 
 def _to_keep(step: Step, context: CompileContext) -> frozenset[int]:
