@@ -69,8 +69,9 @@ def _check_compiled_by_us(param: Tensor) -> None:
     if is_traced_to_operators(cast(DTensor, param)):
         raise RuntimeError(
             f"[rank {dist.get_rank()}] a model with sharded parameters (one of them has shape {tuple(param.shape)}) is "
-            "compiled by a backend that does not gather them. Compile it with torch.compile(model, backend='vescale'); "
-            "torch.export takes a model as it is before fully_shard"
+            "compiled by a backend that does not gather them. Compile it with torch.compile(model, backend='vescale'), "
+            "and without torch.compiler.set_stance('aot_eager_then_compile'), which begins with another; torch.export "
+            "takes a model as it is before fully_shard"
         )
 
 

@@ -80,8 +80,10 @@ def _said_dtype(cls: type[nn.Module]) -> property | None:
 
 def _choose_class(module: nn.Module) -> None:
     names, methods = tuple(vars(module)["_vescale_access"]), vars(module).get("_vescale_methods", ())
+    unit: Unit | None = vars(module)["_vescale_unit"]
+    casts = unit is not None and unit.casts
     original = next(cls for cls in type(module).__mro__ if not issubclass(cls, ShardedModule))
-    module.__class__ = _sharded_class(cast(type[nn.Module], original), names, methods)  # type: ignore[arg-type]
+    module.__class__ = _sharded_class(cast(type[nn.Module], original), names, methods, casts)  # type: ignore[arg-type]
 
 
 def _set_again(module: nn.Module, method_name: str) -> None:
@@ -91,7 +93,9 @@ def _set_again(module: nn.Module, method_name: str) -> None:
 
 
 @functools.cache
-def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: tuple[str, ...]) -> type[nn.Module]:
+def _sharded_class(
+    original: type[nn.Module], names: tuple[str, ...], methods: tuple[str, ...], casts: bool
+) -> type[nn.Module]:
     """One class for all modules alike, so that Dynamo's code and guards serve every layer.
 
     It keeps the name of the original class: libraries decide by it.
@@ -99,10 +103,12 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     body["__module__"], body["__qualname__"] = original.__module__, original.__qualname__
     body["__doc__"] = original.__doc__
-    called = ("forward", "_vescale_call", "_vescale_unit_forward", "_vescale_forward")
-    shared = [getattr(ShardedModule, name) for name in called]
-    for method in (*shared, *(_like_forward(name, getattr(original, name)) for name in methods)):
-        body[method.__name__] = _with_code_of_its_own(method, original)
+    called = {
+        name: getattr(ShardedModule, name) for name in ("_vescale_call", "_vescale_unit_forward", "_vescale_forward")
+    }
+    called["forward"] = ShardedModule.forward if casts else ShardedModule._vescale_plain_forward
+    called |= {name: _like_forward(getattr(original, name)) for name in methods}
+    body |= {name: _with_code_of_its_own(method, name, original) for name, method in called.items()}
     body["__new__"], body["__init__"] = _unsharded(original)
     for name in ("__new__", "__init__", "forward", *methods):
         like = getattr(original, name if name != "__new__" else "__init__")
@@ -121,19 +127,18 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], methods: t
     return type(original.__name__, (ShardedModule, original), body)
 
 
-def _like_forward(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _like_forward(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         return self._vescale_unit_forward(functools.partial(method, self), args, kwargs)
 
-    run.__name__ = name
     return run
 
 
-def _with_code_of_its_own(method: Callable[..., Any], original: type[nn.Module]) -> Callable[..., Any]:
+def _with_code_of_its_own(method: Callable[..., Any], name: str, original: type[nn.Module]) -> Callable[..., Any]:
     """For Dynamo, whose recompile limit is that of a code object: all sharded classes would share one."""
     function = cast(FunctionType, method)
-    code = function.__code__.replace(co_qualname=f"{original.__qualname__}.{function.__name__}")
-    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    code = function.__code__.replace(co_name=name, co_qualname=f"{original.__qualname__}.{name}")
+    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 def _unsharded(original: type[nn.Module]) -> tuple[Callable[..., nn.Module], Callable[..., None]]:

@@ -73,6 +73,10 @@ class Unit:
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
 
+    @property
+    def casts(self) -> bool:
+        return self.input_dtype is not None or self.output_dtype is not None
+
 
 class ShardedModule(nn.Module):
     """Mixed into the class of every module that owns sharded parameters, is a unit, or was given to fully_shard."""
@@ -85,6 +89,12 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._vescale_unit_forward(super().forward, args, kwargs)
+
+    def _vescale_plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``forward`` of a module that casts nothing. Most are, and Dynamo takes longer for each function in a call."""
+        if torch.compiler.is_compiling() and in_forward.running:
+            return super().forward(*args, **kwargs)
+        return self._vescale_forward(super().forward, args, kwargs)
 
     def _vescale_unit_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._vescale_unit

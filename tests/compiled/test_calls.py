@@ -1,5 +1,6 @@
 """Ways of calling a compiled model: other shapes, no gradients, several models, several forwards."""
 
+import copy
 import functools
 import subprocess
 import sys
@@ -309,22 +310,25 @@ def test_a_forward_called_without_gradients_may_turn_them_on(compile):
         assert torch.allclose(ours.grad.full_tensor(), theirs.grad)
 
 
-def test_a_call_compares_the_ranks_of_no_mesh():
+def test_a_call_compares_no_meshes():
     compared = []
 
     def equal(mesh: DeviceMesh, other: object) -> bool:
-        compared.append(mesh is not other)
+        compared.append(other)
         return mesh is other
 
     torch._dynamo.reset()
     with fake_world(1000):
-        _, call = models.sharded(one_layer)
+        model, call = models.sharded(one_layer)
         batch = models.batches(1, 11)[0]
         call(*batch)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DeviceMesh, "__eq__", equal)
             call(*batch)
-    assert compared and not any(compared)
+            assert not compared
+            spec = next(model.parameters())._spec
+            assert spec == copy.copy(spec)
+    assert compared
 
 
 def test_a_model_that_is_not_sharded_compiles_with_one_warning():

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_compile as vc
 from vescale_compile.runtime.messages import EXCHANGE, Message, peers_of, start_exchange, tell_apart
+from vescale_compile.torch_internals import groups
 
 
 def exchange(group: dist.ProcessGroup) -> list[float]:
@@ -38,6 +39,18 @@ def test_what_comes_from_a_rank_is_on_another_connection_than_what_goes_there():
     dist.all_gather_object(ways, [going.get(rank) is dist.group.WORLD for rank in range(dist.get_world_size())])
     me = dist.get_rank()
     assert all(ways[rank][me] == (coming[rank] is dist.group.WORLD) for rank in coming)  # each is sent as expected
+
+
+@on_ranks(2)
+def test_a_group_of_an_earlier_ones_name_looks_elsewhere_for_addresses():
+    """As where a process group is initialized again over a store that is still there."""
+    with mock.patch.object(groups, "PrefixStore", wraps=dist.PrefixStore) as places:
+        for _ in range(2):
+            total = torch.ones(1)
+            groups.group_beside(dist.group.WORLD).allreduce([total]).wait()
+            assert total == 2
+    first, second = (call.args[0] for call in places.call_args_list)
+    assert first != second
 
 
 @on_ranks(3)

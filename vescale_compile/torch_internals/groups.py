@@ -89,8 +89,11 @@ def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     The public ``new_group``, called by these ranks alone, names a group by how many groups a rank is in: where these
     are not as many for all, they wait for each other in vain.
     """
-    store = PrefixStore(f"vescale/{group.group_name}/way back", default_store())
     rank, size, gloo = group.rank(), group.size(), dist.ProcessGroup.BackendType.GLOO
+    place = f"vescale/{group.group_name}/way back"
+    # A store may outlive the process group, and hold what was posted then: torchrun's does.
+    earlier = (default_store().add(place, 1) - 1) // size
+    store = PrefixStore(f"{place}/{earlier}", default_store())
     beside = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timeout_of(group, torch.device("cpu")))
     beside._register_backend(torch.device("cpu"), gloo, backend)
