@@ -23,6 +23,7 @@ import vescale_compile as vc
 from vescale_compile.backend import vescale
 from vescale_compile.report import GraphReport
 from vescale_compile.runtime import arrivals, courses, ops, pool, writes
+from vescale_compile.runtime.life import life
 from vescale_compile.sharded_module import buffers_in
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -412,6 +413,18 @@ def test_models_may_take_turns():
         with torch.no_grad():
             assert teacher(*batch).item() == third
         assert models.train(student, student.parameters(), [batch]) == [loss]
+
+
+@on_ranks(2)
+def test_what_is_remembered_of_copies_of_shards_goes_with_them():
+    """The program's hooks give the backward others in each step, as those of ``save_on_cpu`` do."""
+    model, batch = known()
+    remembered = []
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.detach):
+            model(*batch).backward()
+        remembered.append(len(courses._routes[life()]._by_beginning))
+    assert remembered == remembered[:1] * 3
 
 
 @on_ranks(2)
