@@ -129,5 +129,6 @@ def _check_unwritten(buffer: DBuffer, gathered: _Gathered | None) -> None:
         raise RuntimeError(
             f"[rank {buffer.rank}] {buffer.name}: a parameter of this unit was written to inside forward. "
             "There it is a gathered copy, and the write would be lost: write to the sharded parameter outside "
-            "forward, or keep the value in a buffer (register_buffer)."
+            "forward, or keep the value in a buffer (register_buffer). To register a parametrization is a write, too: "
+            "do so before fully_shard"
         )

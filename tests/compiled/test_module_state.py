@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fake_world, on_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrize
 
 import vescale_compile as vc
 from vescale_compile.ragged.placement import RaggedShardError
@@ -293,6 +294,27 @@ def test_what_would_replace_a_sharded_parameter_is_refused():
     strangers = {name: param * 1 for name, param in model.named_parameters()}
     with pytest.raises(RuntimeError, match="fully_shard did not make it"):
         torch.func.functional_call(model, strangers, models.batches(1, 11)[0])
+
+
+class Adapted(nn.Module):
+    """Computes with another weight for the length of a forward, as LoRA of PEFT's ``target_parameters`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.scale = nn.Linear(4, 4), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.base, "weight", self.scale)
+        y = self.base(x)
+        parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        return y
+
+
+@on_ranks(2)
+def test_a_parametrization_that_a_forward_makes_is_refused():
+    model = vc.fully_shard(Adapted())
+    with pytest.raises(RuntimeError, match=r"rank \d\] .* register a parametrization.* before fully_shard"):
+        model(torch.ones(1, 4))
 
 
 @on_ranks(2)
