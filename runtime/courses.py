@@ -190,7 +190,7 @@ class Course:
         """The gather that is to be launched ahead: the first of another graph, which can be."""
         here = len(self._route)
         if not here:
-            self._known = _routes.setdefault(life(), _Routes()).exchange(self._kind, self._route, stop)
+            self._known = _last_route(self._kind, stop, self._route)
         self._route.append(stop)
         if here >= len(self._known) or self._known[here] != stop:
             self._known = ()
@@ -228,23 +228,8 @@ def _destinations(stop: _Stop, turn: int, device: torch.device) -> Iterator[Tens
             yield from graph.numbered([place], turn)
 
 
-class _Routes:
-    """Of the last courses of a life, by their kinds and first gathers."""
-
-    def __init__(self) -> None:
-        self._by_beginning: dict[tuple[str, _Stop], Sequence[_Stop]] = {}
-
-    def exchange(self, kind: str, route: Sequence[_Stop], first: _Stop) -> Sequence[_Stop]:
-        """Keeps the route of a course that begins, and returns that of the last one like it."""
-        known = self._by_beginning.pop((kind, first), ())
-        if not known:  # what gathers copies of shards (of hooks on saved tensors, say) begins otherwise each time
-            for gone in [key for key in self._by_beginning if any(each.expired() for each in key[1].sources)]:
-                del self._by_beginning[gone]
-        self._by_beginning[kind, first] = route
-        return known
-
-
-_routes: WeakKeyDictionary[Life, _Routes] = WeakKeyDictionary()
+_routes: WeakKeyDictionary[Life, dict[tuple[str, _Stop], Sequence[_Stop]]] = WeakKeyDictionary()
+"""Of the last courses, by their kinds and first gathers."""
 
 _buffers: WeakValueDictionary[int, DBuffer] = WeakValueDictionary()
 """By the addresses of their shards."""
@@ -253,6 +238,17 @@ _forwards = itertools.count(1)
 _of_forward: Course | None = None
 _last: Course | None = None
 _running: Course | None = None
+
+
+def _last_route(kind: str, first: _Stop, route: Sequence[_Stop]) -> Sequence[_Stop]:
+    """That of the last course that began like this one, whose route is kept in its place."""
+    routes = _routes.setdefault(life(), {})
+    known = routes.pop((kind, first), ())
+    if not known:  # what gathers copies of shards (of hooks on saved tensors, say) begins otherwise each time
+        for gone in [key for key in routes if any(source.expired() for source in key[1].sources)]:
+            del routes[gone]
+    routes[kind, first] = route
+    return known
 
 
 def _buffer_of(shard: Tensor) -> DBuffer | None:

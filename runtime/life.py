@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_internals.groups import default_store
+from ..torch_internals.groups import apart_from_earlier
 
 
 @dataclass(eq=False)
@@ -34,9 +34,7 @@ class Life:
         """Of the keys under which the ranks of a mesh post."""
         name = name_of(mesh)
         if name not in self._prefixes:
-            # A store may outlive the process group, and hold what was posted then: torchrun's does.
-            earlier = (default_store().add(f"vescale/{name}/members", 1) - 1) // mesh.size()
-            self._prefixes[name] = f"vescale/{name}/{earlier}"
+            self._prefixes[name] = apart_from_earlier(f"vescale/{name}", mesh.size())
         return self._prefixes[name]
 
     def next_exchange(self, mesh: DeviceMesh) -> str:

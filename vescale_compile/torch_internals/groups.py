@@ -83,6 +83,13 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return getattr(backend, "wrapped_pg", backend).options._timeout
 
 
+def apart_from_earlier(place: str, ranks: int) -> str:
+    """Beginning of the keys under which ranks, which all call this, post. A store may outlive the process group, and
+    hold what was posted then: torchrun's does."""
+    earlier = (default_store().add(f"{place}/members", 1) - 1) // ranks
+    return f"{place}/{earlier}"
+
+
 def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another process group of the same ranks, numbered alike, over gloo, with the same timeout; all make it together.
 
@@ -90,10 +97,7 @@ def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     are not as many for all, they wait for each other in vain.
     """
     rank, size, gloo = group.rank(), group.size(), dist.ProcessGroup.BackendType.GLOO
-    place = f"vescale/{group.group_name}/way back"
-    # A store may outlive the process group, and hold what was posted then: torchrun's does.
-    earlier = (default_store().add(place, 1) - 1) // size
-    store = PrefixStore(f"{place}/{earlier}", default_store())
+    store = PrefixStore(apart_from_earlier(f"vescale/{group.group_name}/way back", size), default_store())
     beside = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timeout_of(group, torch.device("cpu")))
     beside._register_backend(torch.device("cpu"), gloo, backend)
