@@ -55,6 +55,10 @@ _WHY_LEFT = (
     "to (TORCH_LOGS=graph_breaks); or only this rank called the model uncompiled."
 )
 _STILL_COMPILED = "If they run compiled code for this unit, this rank has left it: " + _WHY_LEFT
+_SAME_GRAPH = (
+    _SAME_MODEL + " Where the forward of one rank alone raises, its graphs are others, too: without torch.compile it "
+    "says what it raises."
+)
 _SAME_VALUES = (
     "Replicas must begin with equal parameters, or they stay different: seed all ranks alike where the model is "
     "built, or load one checkpoint on all."
@@ -112,7 +116,7 @@ def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline
     fresh = [mesh for mesh in _of_other_ranks(buffers) if (name_of(mesh), *lines) not in life().graphs]
     for done, mesh in enumerate(fresh, 1):
         with _others_hear(fresh[done:], _GRAPH):
-            agree(mesh, _GRAPH, lines, absent=_STILL_COMPILING, deadline_s=deadline_s)
+            agree(mesh, _GRAPH, lines, remedy=_SAME_GRAPH, absent=_STILL_COMPILING, deadline_s=deadline_s)
         life().graphs.add((name_of(mesh), *lines))
 
 

@@ -31,8 +31,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         module: a sharded module, compiled or not; all units in it are affected.
 
     Raises:
+        TypeError: it is no module.
         ValueError: no module in it is sharded, or a unit of it has parameters of other modules, too.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"no_sync takes the module whose gradients accumulate, sharded by fully_shard: got {module!r}")
     buffers = tuple(buffers_in(module))
     syncs = dict.fromkeys(buffer.sync for buffer in buffers)  # in this order gradients are reduced, on every rank
     if not syncs:

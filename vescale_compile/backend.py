@@ -28,7 +28,7 @@ from .options import Options, read_options
 from .passes import bases_of, ordered_nodes, retain, run_stage, sharing_memory, summarize
 from .passes.context import CompileContext, GraphError, Lowering, Part, Stage
 from .report import GraphReport
-from .runtime.agreement import RanksDisagree, RanksMissing, agree_on_buffers
+from .runtime.agreement import DEADLINE_S, RanksDisagree, RanksMissing, agree_on_buffers, tell_of_failure
 from .runtime.decisions import Trial
 from .runtime.pool import SlotSpec, StepSlots, with_fresh_slots
 from .runtime.registered import registering_group
@@ -95,15 +95,14 @@ def vescale(
         RanksDisagree, RanksMissing: the ranks are not about to do the same collectives.
         RuntimeError: ``registered_memory`` was asked for where the process group has none.
     """
-    if mode is not None:
-        raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
-    read = read_options(options)
-    if torch._inductor.config.freezing and not torch.is_grad_enabled() and anything_sharded():
-        raise ValueError(
-            "backend='vescale' can't freeze parameters, of which a rank has a shard only: leave out "
-            "torch._inductor.config.freezing"
-        )
     buffers = buffers_read(gm, example_inputs)
+    try:
+        read = _read(options, mode)
+    except ValueError as error:
+        if buffers:  # other ranks may wait in both places, if their options are right
+            agree_on_buffers(buffers, deadline_s=DEADLINE_S)
+            tell_of_failure(buffers, str(error))
+        raise
     if not buffers:
         return _compile_unsharded(gm, example_inputs, read, generate_code)
     agree_on_buffers(buffers, deadline_s=read.deadline)
@@ -122,6 +121,17 @@ def vescale(
     budget = captured.context.memory_budget
     spare = None if budget is None else budget - report.planned_bytes
     return CompiledGraph(captured, run, read.deadline, patience, spare).call
+
+
+def _read(options: Mapping[str, Any] | None, mode: str | None) -> Options:
+    if mode is not None:
+        raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
+    if torch._inductor.config.freezing and not torch.is_grad_enabled() and anything_sharded():
+        raise ValueError(
+            "backend='vescale' can't freeze parameters, of which a rank has a shard only: leave out "
+            "torch._inductor.config.freezing"
+        )
+    return read_options(options)
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from .casting import cast_tensors
 from .ragged.dtensor import RaggedDTensor
 from .runtime import courses, eager
 from .runtime.agreement import agree_on_buffers
@@ -99,10 +99,10 @@ class ShardedModule(nn.Module):
     def _vescale_unit_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._vescale_unit
         if unit is not None and unit.input_dtype is not None:
-            args, kwargs = _cast((args, kwargs), unit.input_dtype)
+            args, kwargs = cast_tensors((args, kwargs), unit.input_dtype)
         output = self._vescale_forward(forward, args, kwargs)
         if unit is not None and unit.output_dtype is not None:
-            output = _cast(output, unit.output_dtype)
+            output = cast_tensors(output, unit.output_dtype)
         return output
 
     def _vescale_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -301,8 +301,3 @@ def _zero_together(grads: list[Tensor]) -> None:
             grad.requires_grad_(False)
     if grads:
         torch._foreach_zero_(grads)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Casts every floating-point tensor in ``tree``, as torch.distributed.fsdp does at a unit's edge."""
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

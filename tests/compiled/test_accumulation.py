@@ -470,6 +470,7 @@ def test_a_copy_of_a_model_has_none_of_what_was_accumulated():
     assert gradients_differ(copied, reference) == 0.0
 
 
-def test_no_sync_of_a_module_that_is_not_sharded_says_so():
-    with pytest.raises(ValueError, match="fully_shard"), vc.no_sync(torch.nn.Linear(2, 2)):
+@pytest.mark.parametrize(("given", "error"), [(torch.nn.Linear(2, 2), ValueError), (None, TypeError)], ids=type)
+def test_no_sync_of_what_is_not_sharded_says_so(given, error):
+    with pytest.raises(error, match="fully_shard"), vc.no_sync(given):
         pass

@@ -167,13 +167,22 @@ def test_a_rank_that_can_not_compile_tells_the_others_why(what, failing):
     agree(init_device_mesh("cpu", (2,)), "what comes after it", [], deadline_s=10)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"cluster": "/no/such/file"}, "neither a preset"),
+        ({"lowering": "aot"}, "lowering='aot': choose one of"),
+        ({"lowring": "eager"}, "lowring"),
+    ],
+    ids=["no file", "no value", "no option"],
+)
 @on_ranks(2)
-def test_a_rank_that_has_no_file_of_the_cluster_tells_the_others():
+def test_a_rank_whose_options_are_wrong_tells_the_others(wrong, said):
     torch._dynamo.reset()
     mine = dist.get_rank() == ODD
     model, _ = models.sharded(lambda: models.Uneven(1), compile=None)  # no such graph was agreed on
-    options = {"lowering": "eager", "deadline": 60, "cluster": "/no/such/file" if mine else None}
-    with pytest.raises(Exception, match="neither a preset" if mine else f"rank {ODD}.* has .*neither a preset"):
+    options = {"lowering": "eager", "deadline": 60, **(wrong if mine else {})}
+    with pytest.raises(Exception, match=said if mine else f"rank {ODD}.* has .*{said}"):
         torch.compile(model, backend="vescale", options=options)(*models.batches(1, 11)[0])
     dist.barrier()
 

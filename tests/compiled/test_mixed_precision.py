@@ -1,5 +1,12 @@
 """The four fields of MixedPrecisionPolicy."""
 
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
 import models
 import pytest
 import torch
@@ -106,6 +113,62 @@ def test_output_dtype_is_that_of_the_outputs():
     for compile in (None, "eager"):
         _, out = probe(vc.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32), compile)
         assert out.dtype == FP32
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return getattr(self, name)
+
+
+class Named(dict):
+    pass
+
+
+class Row(list):
+    def __getitem__(self, name):
+        return super().__getitem__(0 if name == "x" else name)
+
+
+class Scale(nn.Module):
+    """Takes a container of ``x``, and returns another such."""
+
+    def __init__(self, contain: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.contain = contain
+
+    def forward(self, batch):
+        self.seen = batch["x"].dtype
+        return self.contain(self.linear(batch["x"]))
+
+
+def named(x):
+    return Named(x=x)
+
+
+def ordered(x):
+    return OrderedDict(x=x)
+
+
+def row(x):
+    return Row([x])
+
+
+@pytest.mark.parametrize("contain", [Batch, named, ordered, row])
+@pytest.mark.parametrize("compile", [None, "eager"])
+@on_ranks(2)
+def test_inputs_and_outputs_are_cast_in_containers_of_the_program_s(contain, compile):
+    torch._dynamo.reset()
+    model = vc.fully_shard(Scale(contain), mp_policy=vc.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32))
+    if compile is not None:
+        model.compile(backend="vescale", options={"lowering": compile})
+    given = contain(torch.ones(2, 8))
+    out = model(given)
+    assert (model.seen, out["x"].dtype, given["x"].dtype) == (BF16, FP32, FP32)
+    assert type(out) is type(given)
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 import math
 import random
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -11,13 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import random_layouts, shard, world_mesh
 from ranks import on_ranks, run_on_ranks
-from torch.distributed.checkpoint import default_planner
-from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import vescale_compile as vc
-from vescale_compile.ragged.checkpoint import run_to_boxes, run_to_items
+from vescale_compile.ragged.checkpoint import run_to_boxes
 from vescale_compile.ragged.placement import RaggedShard
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
@@ -90,33 +85,6 @@ def test_an_asynchronous_save_holds_the_values_of_its_start(tmp_path: Path) -> N
     saving.result()
     dcp.load({"x": weight}, checkpoint_id=tmp_path)
     assert torch.equal(weight.full_tensor(), FULL)
-
-
-@on_ranks(3)
-def test_a_planner_for_many_ranks_compares_no_two_pieces_that_are_runs(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(default_planner, "_check_box_overlap", mock.Mock(side_effect=AssertionError))
-        state = {"x": shard(FULL, RaggedShard((0, 1, 2), (7, 0, 53)))}
-        dcp.save(state, checkpoint_id=tmp_path, planner=vc.SavePlanner())
-    dcp.load(state := {"x": torch.zeros(SHAPE)}, checkpoint_id=tmp_path)
-    assert torch.equal(state["x"], FULL)
-
-
-@on_ranks(3)
-def test_a_planner_for_many_ranks_takes_other_pieces_too(tmp_path: Path) -> None:
-    dcp.save({"x": distribute_tensor(FULL, world_mesh(), [Shard(1)])}, checkpoint_id=tmp_path, planner=vc.SavePlanner())
-    dcp.load(state := {"x": torch.zeros(SHAPE)}, checkpoint_id=tmp_path)
-    assert torch.equal(state["x"], FULL)
-
-
-@pytest.mark.parametrize("rows", [[(0, 4), (3, 6)], [(0, 2), (3, 6)], [(0, 3), (3, 7)]], ids=["overlap", "gap", "end"])
-def test_a_planner_for_many_ranks_refuses_pieces_that_are_not_the_whole(rows: list[tuple[int, int]]) -> None:
-    def plan(start: int, stop: int) -> SavePlan:
-        row = math.prod(SHAPE[1:])
-        return SavePlan(run_to_items("x", start * row, stop * row, torch.Size(SHAPE), TensorProperties()))
-
-    with pytest.raises(ValueError, match="validat"):
-        vc.SavePlanner(flatten_state_dict=False).create_global_plan([plan(*each) for each in rows])
 
 
 @on_ranks(4)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from traceback import walk_stack
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,8 @@ def write_items(name: str, tensor: RaggedDTensor) -> list[WriteItem]:
     """
     properties = TensorProperties.create_from_tensor(tensor._local_tensor)
     items = run_to_items(name, *tensor.interval, tensor.shape, properties)
-    if items and (problem := _lost_in_safetensors(len(items), tensor, _writer(inspect.currentframe()))):
+    writer = arguments_of_save(inspect.currentframe()).get("storage_writer")
+    if items and (problem := _lost_in_safetensors(len(items), tensor, writer)):
         raise RaggedShardError(
             f"[rank {dist.get_rank()}] {name} {tuple(tensor.shape)}: {problem}; or save whole tensors: what "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gives, "
@@ -89,12 +91,12 @@ def _lost_in_safetensors(boxes: int, tensor: RaggedDTensor, writer: object) -> s
     return ""
 
 
-def _writer(frame: FrameType | None) -> object:
-    """That of the ``torch.distributed.checkpoint.save`` which asks, by a planner that does not say."""
+def arguments_of_save(frame: FrameType | None) -> dict[str, Any]:
+    """Those of the ``torch.distributed.checkpoint.save`` that asks, by a planner that does not say; {} if none does."""
     for caller, _ in walk_stack(frame):
-        if caller.f_globals.get("__name__") == _SAVER and "storage_writer" in caller.f_locals:
-            return caller.f_locals["storage_writer"]
-    return None
+        if caller.f_globals.get("__name__") == _SAVER and {"storage_writer", "process_group"} <= caller.f_locals.keys():
+            return caller.f_locals
+    return {}
 
 
 def run_to_boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
