@@ -6,7 +6,7 @@ import heapq
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         held = self.state_dict
         # What it leaves to others it finds by the names that it sends, flattened ones.
-        left = _left_to_others(held, _saving_ranks()) if self.flatten_state_dict else frozenset()
+        left = _left_to_others(held, _saving_ranks()) if self.flatten_state_dict else set()
         self.state_dict = {name: value for name, value in held.items() if name not in left}
         try:
             return super().create_local_plan()
@@ -65,30 +65,30 @@ def _is_empty(value: object) -> bool:
 
 
 class _Shared(NamedTuple):
-    """Values that all ranks of a mesh have, for one in ``parts`` of them to save; this rank is of number ``own``."""
+    """What all ranks of a mesh have, for one in ``parts`` of them to save; this rank is in part ``own``."""
 
     mesh: DeviceMesh
     parts: int
     own: int
 
 
-def _saving_ranks() -> Collection[int]:
+def _saving_ranks() -> set[int]:
     """The ranks that plan together with this one, in the ``torch.distributed.checkpoint.save`` that asks."""
     save = arguments_of_save(inspect.currentframe())
     if not save or save.get("no_dist") or not save.get("use_collectives", True):
-        return ()
-    return dist.get_process_group_ranks(save.get("process_group") or dist.group.WORLD)
+        return set()
+    return set(dist.get_process_group_ranks(save.get("process_group") or dist.group.WORLD))
 
 
-def _left_to_others(held: Mapping[str, Any], saving: Collection[int]) -> Collection[str]:
+def _left_to_others(held: Mapping[str, Any], saving: set[int]) -> set[str]:
     """Names of what another of the ``saving`` ranks saves, which has the same."""
     sizes: dict[_Shared, dict[str, int]] = defaultdict(dict)
     for name, shared, nbytes in _held_by_several(held):
-        if set(shared.mesh.mesh.flatten().tolist()) <= set(saving):
-            sizes[shared][name] = nbytes
+        sizes[shared][name] = nbytes
     return {
         name
         for shared, of_names in sizes.items()
+        if saving.issuperset(shared.mesh.mesh.flatten().tolist())
         for name, part in evenly(of_names, shared.parts).items()
         if part != shared.own
     }
@@ -97,18 +97,22 @@ def _left_to_others(held: Mapping[str, Any], saving: Collection[int]) -> Collect
 def _held_by_several(held: Mapping[str, Any]) -> Iterator[tuple[str, _Shared, int]]:
     """Tensors of which replicas have the same pieces, with their bytes, and optimizers' counts of a sharded parameter's
     steps."""
-    meshes = {}
+    meshes: dict[str, DeviceMesh] = {}  # of what the parameters and states by a name begin with
     for name, value in held.items():
         if isinstance(value, RaggedDTensor):
             whole = value._spec.whole
             meshes[name.rpartition(".")[0]] = whole or value.device_mesh
             if whole is not None:
                 yield name, _Shared(whole, whole.size(0), whole.get_local_rank(0)), value.numel() * value.itemsize
+    by_all = {mesh: _shared_by_all(mesh) for mesh in set(meshes.values())}
     for name, value in held.items():
         of, _, last = name.rpartition(".")
-        if last == "step" and not isinstance(value, RaggedDTensor) and of in meshes:
-            ranks = meshes[of].mesh.flatten().tolist()
-            yield name, _Shared(meshes[of], len(ranks), ranks.index(dist.get_rank())), 1
+        if last == "step" and of in meshes and not isinstance(value, RaggedDTensor):
+            yield name, by_all[meshes[of]], 1
+
+
+def _shared_by_all(mesh: DeviceMesh) -> _Shared:
+    return _Shared(mesh, mesh.size(), mesh.mesh.flatten().tolist().index(dist.get_rank()))
 
 
 def evenly(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
