@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -19,13 +18,17 @@ def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            given = [field.name for field in dataclasses.fields(leaf) if field.init]
-            return dataclasses.replace(leaf, **{name: cast_tensors(getattr(leaf, name), dtype) for name in given})
-        if isinstance(leaf, dict):
-            copied = copy.copy(leaf)
-            for key, value in leaf.items():
-                copied[key] = cast_tensors(value, dtype)
+            values = {field: cast_tensors(getattr(leaf, field.name), dtype) for field in dataclasses.fields(leaf)}
+            copied = dataclasses.replace(leaf, **{field.name: value for field, value in values.items() if field.init})
+            for field, value in values.items():
+                if not field.init:  # it would be what it is at first
+                    object.__setattr__(copied, field.name, value)
             return copied
+        if isinstance(leaf, dict):
+            filled = type(leaf)()
+            for key, value in leaf.items():
+                filled[key] = cast_tensors(value, dtype)
+            return filled
         if isinstance(leaf, list):
             return type(leaf)([cast_tensors(value, dtype) for value in leaf])
         return leaf

@@ -15,6 +15,7 @@ from ranks import on_ranks
 from torch import nn
 
 import vescale_compile as vc
+from vescale_compile.casting import cast_tensors
 from vescale_compile.passes.context import Part
 from vescale_compile.passes.summary import Kind
 
@@ -118,6 +119,7 @@ def test_output_dtype_is_that_of_the_outputs():
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor
+    mask: torch.Tensor | None = dataclasses.field(default=None, init=False)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return getattr(self, name)
@@ -164,11 +166,17 @@ def test_inputs_and_outputs_are_cast_in_containers_of_the_program_s(contain, com
     torch._dynamo.reset()
     model = vc.fully_shard(Scale(contain), mp_policy=vc.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32))
     if compile is not None:
-        model.compile(backend="vescale", options={"lowering": compile})
+        model.compile(backend="vescale", options={"lowering": compile}, fullgraph=True)
     given = contain(torch.ones(2, 8))
     out = model(given)
     assert (model.seen, out["x"].dtype, given["x"].dtype) == (BF16, FP32, FP32)
     assert type(out) is type(given)
+
+
+def test_what_a_dataclass_has_got_since_it_was_made_is_cast_too():
+    batch = Batch(torch.ones(2))
+    batch.mask = torch.ones(2)
+    assert cast_tensors(batch, BF16).mask.dtype == BF16
 
 
 @on_ranks(2)
