@@ -98,7 +98,7 @@ def vescale(
     buffers = buffers_read(gm, example_inputs)
     try:
         read = _read(options, mode)
-    except ValueError as error:
+    except Exception as error:
         if buffers:  # other ranks may wait in both places, if their options are right
             agree_on_buffers(buffers, deadline_s=DEADLINE_S)
             tell_of_failure(buffers, str(error))
