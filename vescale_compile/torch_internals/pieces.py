@@ -9,12 +9,12 @@ import inspect
 from traceback import walk_stack
 from types import FrameType
 
-import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
 _TOTAL_NORM = inspect.unwrap(clip_grad._get_total_norm).__code__
-_UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
+_UNSCALE = GradScaler._unscale_grads_.__code__
 
 
 def asked_for_together(frame: FrameType | None) -> list[Tensor]:
