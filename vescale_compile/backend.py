@@ -100,8 +100,9 @@ def vescale(
         read = _read(options, mode)
     except Exception as error:
         if buffers:  # other ranks may wait in both places, if their options are right
-            agree_on_buffers(buffers, deadline_s=DEADLINE_S)
-            tell_of_failure(buffers, str(error))
+            with contextlib.suppress(RanksDisagree, RanksMissing):
+                agree_on_buffers(buffers, deadline_s=DEADLINE_S)
+                tell_of_failure(buffers, str(error))
         raise
     if not buffers:
         return _compile_unsharded(gm, example_inputs, read, generate_code)

@@ -12,22 +12,28 @@ from torch.utils._pytree import tree_map
 
 def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
     """Casts every floating-point tensor in ``tree``, as torch.distributed.fsdp does at a unit's edge: also in
-    dataclasses and in subclasses of dict and list, which are leaves to PyTorch's trees. Containers are copied."""
+    dataclasses and in subclasses of dict and list, which are leaves to PyTorch's trees. Containers of what
+    is cast are copied."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             values = {field: cast_tensors(getattr(leaf, field.name), dtype) for field in dataclasses.fields(leaf)}
+            if all(value is getattr(leaf, field.name) for field, value in values.items()):
+                return leaf  # a configuration, say, which may not be easily made again
             copied = dataclasses.replace(leaf, **{field.name: value for field, value in values.items() if field.init})
             for field, value in values.items():
                 if not field.init:  # it would be what it is at first
                     object.__setattr__(copied, field.name, value)
             return copied
         if isinstance(leaf, dict):
+            items = {key: cast_tensors(value, dtype) for key, value in leaf.items()}
+            if all(value is leaf[key] for key, value in items.items()):
+                return leaf
             filled = type(leaf)()
-            for key, value in leaf.items():
-                filled[key] = cast_tensors(value, dtype)
+            for key, value in items.items():
+                filled[key] = value
             return filled
         if isinstance(leaf, list):
             return type(leaf)([cast_tensors(value, dtype) for value in leaf])

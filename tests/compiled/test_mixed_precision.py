@@ -173,6 +173,11 @@ def test_inputs_and_outputs_are_cast_in_containers_of_the_program_s(contain, com
     assert type(out) is type(given)
 
 
+def test_a_dataclass_with_nothing_to_cast_stays_what_it_is():
+    batch = Batch(torch.ones(2, dtype=torch.int64))
+    assert cast_tensors((batch, 1), BF16)[0] is batch
+
+
 def test_what_a_dataclass_has_got_since_it_was_made_is_cast_too():
     batch = Batch(torch.ones(2))
     batch.mask = torch.ones(2)

@@ -164,6 +164,15 @@ def test_replicas_that_have_other_names_are_refused_on_all_ranks(tmp_path: Path)
         dcp.save(state, checkpoint_id=tmp_path, planner=vc.SavePlanner())
 
 
+@on_ranks(2)
+def test_a_rank_that_saves_alone_may_hold_nothing_of_a_parameter(tmp_path: Path) -> None:
+    state = {"x": shard(FULL, RaggedShard((0, 1, 2), (0, 60))), "y": torch.ones(2)}
+    where = tmp_path / str(dist.get_rank())
+    dcp.save(state, checkpoint_id=where, planner=vc.SavePlanner(), no_dist=True)
+    dcp.load(loaded := {"y": torch.zeros(2)}, checkpoint_id=where, no_dist=True)
+    assert torch.equal(loaded["y"], torch.ones(2))
+
+
 def test_shares_are_about_as_large_as_one_another() -> None:
     shares = evenly({"a": 7, "b": 4, "c": 3, "d": 1, "e": 1}, 2)
     assert shares == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}

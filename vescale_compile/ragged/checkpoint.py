@@ -94,8 +94,8 @@ def _lost_in_safetensors(boxes: int, tensor: RaggedDTensor, writer: object) -> s
 def arguments_of_save(frame: FrameType | None) -> dict[str, Any]:
     """Those of the ``torch.distributed.checkpoint.save`` that asks, by a planner that does not say; {} if none does."""
     for caller, _ in walk_stack(frame):
-        if caller.f_globals.get("__name__") == _SAVER and {"storage_writer", "process_group"} <= caller.f_locals.keys():
-            return caller.f_locals
+        if caller.f_globals.get("__name__") == _SAVER and {"storage_writer", "process_group"}.issubset(caller.f_locals):
+            return dict(caller.f_locals)
     return {}
 
 

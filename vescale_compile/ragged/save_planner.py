@@ -49,12 +49,15 @@ class SavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         with checked_already(_is_whole):
             plans, metadata = super().create_global_plan(all_plans)
+        if len(all_plans) == 1:  # of a rank that saves alone, and leaves nothing to others
+            return plans, metadata
         names = (metadata.planner_data or {}).keys() - metadata.state_dict_metadata.keys()
         if unsaved := sorted(name for name in names if not _is_empty(self.state_dict.get(name))):
             raise ValueError(
                 f"[rank {dist.get_rank()}] no rank would save {unsaved[0]!r} (and {len(unsaved) - 1} others): "
                 "vc.SavePlanner has each replica of a parameter, and of its optimizer's step, save a share of what all "
-                "of them have by one name. Give all replicas the same names, or save with PyTorch's own planner"
+                "of them have by one name. Give all replicas the same names and no others, or save with PyTorch's own "
+                "planner"
             )
         return plans, metadata
 
@@ -82,6 +85,8 @@ def _saving_ranks() -> set[int]:
 
 def _left_to_others(held: Mapping[str, Any], saving: set[int]) -> set[str]:
     """Names of what another of the ``saving`` ranks saves, which has the same."""
+    if not saving:
+        return set()
     sizes: dict[_Shared, dict[str, int]] = defaultdict(dict)
     for name, shared, nbytes in _held_by_several(held):
         sizes[shared][name] = nbytes
@@ -107,7 +112,7 @@ def _held_by_several(held: Mapping[str, Any]) -> Iterator[tuple[str, _Shared, in
     by_all = {mesh: _shared_by_all(mesh) for mesh in set(meshes.values())}
     for name, value in held.items():
         of, _, last = name.rpartition(".")
-        if last == "step" and of in meshes and not isinstance(value, RaggedDTensor):
+        if last == "step" and of and of in meshes and not isinstance(value, RaggedDTensor):
             yield name, by_all[meshes[of]], 1
 
 
