@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
     """Casts every floating-point tensor in ``tree``, as torch.distributed.fsdp does at a unit's edge: also in
-    dataclasses and in subclasses of dict and list, which are leaves to PyTorch's trees. Containers of what
-    is cast are copied."""
+    dataclasses and in subclasses of dict and list, which are leaves to PyTorch's trees. Trees and lists are copied,
+    dataclasses and subclasses of dict where something in them is cast."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import vescale_compile as vc
-from vescale_compile.optim.balance import choose_roots
+from vescale_compile.balance import choose_roots
 from vescale_compile.optim.exchange import PackedExchange
 from vescale_compile.optim.matrices import Matrix, MatrixPlan, matrices_of, plan_matrices
 from vescale_compile.optim.muon import Muon

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from .balance import choose_roots
+from ..balance import choose_roots
 
 # Fewer leave little to overlap: the first exchange out and the last one back have no computation beside them.
 _LEAST_CHUNKS = 4

@@ -37,8 +37,7 @@ def write_items(name: str, tensor: RaggedDTensor) -> list[WriteItem]:
     """
     properties = TensorProperties.create_from_tensor(tensor._local_tensor)
     items = run_to_items(name, *tensor.interval, tensor.shape, properties)
-    writer = arguments_of_save(inspect.currentframe()).get("storage_writer")
-    if items and (problem := _lost_in_safetensors(len(items), tensor, writer)):
+    if items and (problem := _lost_in_safetensors(len(items), tensor)):
         raise RaggedShardError(
             f"[rank {dist.get_rank()}] {name} {tuple(tensor.shape)}: {problem}; or save whole tensors: what "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) gives, "
@@ -75,8 +74,9 @@ def box(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:
     raise ValueError(f"{index.fqn}: no box of {tensor!r} starts at {index.offset}")
 
 
-def _lost_in_safetensors(boxes: int, tensor: RaggedDTensor, writer: object) -> str:
-    """What is wrong with saving ``tensor``, of which this rank holds so many boxes, by ``writer``; "" if nothing is."""
+def _lost_in_safetensors(boxes: int, tensor: RaggedDTensor) -> str:
+    """What is wrong with saving ``tensor``, of which this rank holds so many boxes, as is asked; "" if nothing is."""
+    writer = arguments_of_save(inspect.currentframe()).get("storage_writer")
     if getattr(writer, "serialization_format", None) != SerializationFormat.SAFETENSORS:
         return ""
     kind = type(writer).__name__

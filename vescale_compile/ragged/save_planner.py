@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import inspect
 import math
 from collections import defaultdict
@@ -15,6 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..balance import longest_first
+from ..runtime.life import ranks_of
 from ..torch_internals.checkpoint import checked_already
 from .checkpoint import arguments_of_save
 from .dtensor import RaggedDTensor
@@ -93,7 +94,7 @@ def _left_to_others(held: Mapping[str, Any], saving: set[int]) -> set[str]:
     return {
         name
         for shared, of_names in sizes.items()
-        if saving.issuperset(shared.mesh.mesh.flatten().tolist())
+        if saving.issuperset(ranks_of(shared.mesh))
         for name, part in evenly(of_names, shared.parts).items()
         if part != shared.own
     }
@@ -117,19 +118,14 @@ def _held_by_several(held: Mapping[str, Any]) -> Iterator[tuple[str, _Shared, in
 
 
 def _shared_by_all(mesh: DeviceMesh) -> _Shared:
-    return _Shared(mesh, mesh.size(), mesh.mesh.flatten().tolist().index(dist.get_rank()))
+    return _Shared(mesh, mesh.size(), ranks_of(mesh).index(dist.get_rank()))
 
 
 def evenly(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
-    """Which part each name is of, so that parts are about as large as one another: the largest first, each to the
-    part that has least."""
-    loads = [(0, part) for part in range(parts)]
-    shares = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, part = loads[0]
-        heapq.heapreplace(loads, (load + sizes[name], part))
-        shares[name] = part
-    return shares
+    """Which part each name is of, so that parts are about as large as one another."""
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    part_of, _ = longest_first(range(len(names)), [sizes[name] for name in names], [0] * parts)
+    return {names[i]: part for i, part in part_of.items()}
 
 
 def _is_whole(stored: TensorStorageMetadata) -> bool:

@@ -33,13 +33,13 @@ def choose_roots(
     # Among equal ones first those that lie on one rank for the most part: the others have less to lose elsewhere.
     free.sort(key=lambda i: (-costs[i], -max(held[i].values(), default=0), i))
 
-    balanced, limit = _longest_first(free, costs, loads)
-    local, largest = _longest_first(free, costs, loads, held, limit)
+    balanced, limit = longest_first(free, costs, loads)
+    local, largest = longest_first(free, costs, loads, held, limit)
     chosen = local if largest <= _SLACK * limit else balanced
     return [chosen[i] if rank is None else rank for i, rank in enumerate(pinned)]
 
 
-def _longest_first(
+def longest_first(
     order: Sequence[int],
     costs: Sequence[int],
     loads: Sequence[int],
