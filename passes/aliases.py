@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from ..schemas import is_view, viewed
@@ -28,13 +29,23 @@ def allocations_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def touches_of(graph: fx.Graph, bases: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each piece of memory, the nodes that read or write it, in order; views don't."""
+    """For each piece of memory, the nodes that read or write it, in order."""
     touched: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if not is_view(node):
-            for base in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
-                touched.setdefault(base, []).append(node)
+        for base in touched_by(node, bases):
+            touched.setdefault(base, []).append(node)
     return touched
+
+
+def touched_by(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """The pieces of memory that a node reads or writes; a view none. What a collective of the program's own sends is
+    read until that is waited for."""
+    if is_view(node):
+        return []
+    arguments = node.all_input_nodes
+    if node.target is torch.ops._c10d_functional.wait_tensor.default:
+        arguments = [*arguments, *bases[arguments[0]].all_input_nodes]
+    return list(dict.fromkeys(bases[argument] for argument in arguments))
 
 
 def _allocation_of(node: fx.Node, found: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -30,8 +30,8 @@ from torch import fx
 
 from ..cost.collectives import ALL_GATHER, REDUCE_SCATTER
 from ..runtime import leaving, ops, quantized_ops
-from ..schemas import is_view, written_by
-from .aliases import base_of
+from ..schemas import written_by
+from .aliases import base_of, touched_by
 from .context import (
     Buffer,
     Comm,
@@ -184,11 +184,8 @@ class _Execution:
         self._hold(result, _State.LEFT)
 
     def _compute(self, node: fx.Node) -> None:
-        if is_view(node):
-            return
         written = [self.bases[arg] for arg in written_by(node)]
-        for arg in node.all_input_nodes:
-            buffer = self.bases[arg]
+        for buffer in touched_by(node, self.bases):
             mark = buffer_of(buffer)
             if mark is None or (node.op == "output" and self._is_left(buffer, mark)):
                 continue

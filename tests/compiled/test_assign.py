@@ -6,12 +6,13 @@ import random
 import models
 import pytest
 import torch
-from handmade import aten
+from handmade import WORLD, Graph, aten
 from ranks import on_ranks
 from torch import Tensor, fx, nn
 
 import vescale_compile as vc
-from vescale_compile.passes.assign import Lifetime, places_for, slots_for
+from vescale_compile.passes.aliases import bases_of
+from vescale_compile.passes.assign import Lifetime, lifetimes, places_for, slots_for
 from vescale_compile.passes.context import Buffer, Part, Use
 from vescale_compile.runtime.pool import SlotSpec, pooled_bytes
 
@@ -29,6 +30,15 @@ def buffer(
 def places(*buffers: Lifetime) -> list[tuple[int, int]]:
     """The first byte of each slot, and the one behind it."""
     return sorted((slot.offset, slot.end) for slot in slots_for(buffers))
+
+
+def test_what_a_collective_of_the_programs_sends_lives_until_that_is_waited_for():
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    gathered = graph.gather(graph.buffer())
+    sent = graph.call(c10d.all_gather_into_tensor.default, gathered, WORLD, "1")
+    wait = graph.call(c10d.wait_tensor.default, graph.call(aten.view.default, sent, [2, 4]))
+    (lifetime,) = lifetimes(graph.graph, bases_of(graph.graph))
+    assert lifetime.last == list(graph.graph.nodes).index(wait)
 
 
 def test_what_lives_at_other_times_lies_in_the_same_slot():

@@ -307,3 +307,8 @@ def test_a_version_is_of_all_passes(monkeypatch):
 @pytest.mark.parametrize("operator", ["mm", "_grouped_mm", "_scaled_mm", "convolution"])
 def test_products_are_calls_of_libraries_which_write_no_slot_by_themselves(operator):
     assert not generates_code_for(getattr(torch.ops.aten, operator).default)
+
+
+@pytest.mark.parametrize("operator", ["all_gather_into_tensor", "all_to_all_single", "wait_tensor"])
+def test_the_programs_own_collectives_are_calls_which_keep_their_place(operator):
+    assert not generates_code_for(getattr(torch.ops._c10d_functional, operator).default)

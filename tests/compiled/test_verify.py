@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from handmade import Graph, aten, context
+from handmade import WORLD, Graph, aten, context
 from ranks import on_ranks
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
@@ -110,6 +110,25 @@ def test_a_slot_given_to_another_unit_while_its_parameters_are_still_read():
         r"layers\.1",
     ):
         graph.verify([graph.read(view), graph.read(second)], context(Part.FORWARD))
+
+
+def test_a_slot_given_to_another_unit_while_a_collective_of_the_programs_sends_from_it():
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    first = graph.gather(graph.buffer(unit=0, slot=True))
+    sent = graph.call(c10d.all_gather_into_tensor.default, graph.call(aten.view.default, first, [2, 4]), WORLD, "1")
+    second = graph.gather(graph.buffer(unit=1, slot=True))
+    received = graph.call(c10d.wait_tensor.default, sent)
+    with pytest.raises(GraphError, match=r"reads the gathered parameters of unit layers\.0, whose memory holds.*wait"):
+        graph.verify([received, graph.read(second)], context(Part.FORWARD))
+
+
+def test_a_slot_given_to_another_unit_when_a_collective_of_the_programs_has_sent_from_it():
+    graph, c10d = Graph(), torch.ops._c10d_functional
+    first = graph.gather(graph.buffer(unit=0, slot=True))
+    sent = graph.call(c10d.all_gather_into_tensor.default, first, WORLD, "1")
+    received = graph.call(c10d.wait_tensor.default, sent)
+    second = graph.gather(graph.buffer(unit=1, slot=True))
+    graph.verify([received, graph.read(second)], context(Part.FORWARD))
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from ranks import fake_world
 from torch import nn
 
 import vescale_compile as vc
-from vescale_compile.optim import AdamW8bit
+from vescale_compile.examples.llama import Llama, LlamaConfig
+from vescale_compile.optim import AdamW8bit, Shampoo
 from vescale_compile.planner import combine
 
 
@@ -93,3 +94,15 @@ def test_a_tile_larger_than_a_parameter_names_rank_and_parameter() -> None:
         pytest.raises(ValueError, match=r"^\[rank 0\] fully_shard: .*'wide'.*64 x 64 is larger than the tensor"),
     ):
         vc.fully_shard(Matrices(), granularity=AdamW8bit.granularity_for(tile=(64, 64)))
+
+
+def test_shampoo_takes_layers_that_were_sharded_one_by_one() -> None:
+    # In a layer its "attention.out" has no number before it, as a model's head "out".
+    granularity = Shampoo.granularity_for(block=8)
+    with fake_world(4):
+        model = Llama(LlamaConfig(vocab_size=32, dim=64, layers=2, heads=2, kv_heads=1))
+        for module in (*model.layers, model):
+            vc.fully_shard(module, granularity=granularity)
+        optimizer = Shampoo(model.named_parameters(), block=8)
+    (matrices,) = (group["params"] for group in optimizer.param_groups if group["algorithm"] == "shampoo")
+    assert len(matrices) == 2 * 7

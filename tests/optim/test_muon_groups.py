@@ -222,6 +222,10 @@ WRONG_GROUPS: dict[str, tuple[Any, str]] = {
         "foreach is True and lr a tensor",
     ),
     "betas": ({"params": [VECTOR], "algorithm": "adamw", "betas": (1.0, 0.9)}, "betas is (1.0, 0.9)"),
+    "what AdamW alone has": (
+        {"params": [VECTOR], "algorithm": "adamw", "maximize": True},
+        "maximize is True, which there is not; leave it out",
+    ),
 }
 
 
@@ -231,6 +235,14 @@ def test_a_wrong_group(name: str) -> None:
     group, message = WRONG_GROUPS[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         Muon([group])
+
+
+def test_both_groups_of_a_list_have_a_learning_rate_of_their_own() -> None:
+    optimizer = Muon([("a.weight", MATRIX), ("a.bias", VECTOR)], lr=torch.tensor(0.02))
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    for _ in range(2):
+        schedule.step(1.0)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.002, 0.002])
 
 
 def test_no_matrix_at_all() -> None:

@@ -108,6 +108,27 @@ def test_a_block_whose_gradient_was_zero_learns_afterwards() -> None:
     assert (params[0] - before).abs().max() > 1e-5
 
 
+def test_a_block_has_no_roots_before_a_gradient_that_is_not_zero() -> None:
+    shapes = [(6, 7)]
+    (early,), (late,) = plain(shapes), plain(shapes)
+    for param, first in ((early, torch.full((6, 7), 1e-4)), (late, torch.zeros(6, 7))):
+        optimizer = shampoo([param], lr=0.0, frequency=10)
+        give_grads([param], [first])
+        optimizer.step()  # in which its roots are due, for ten steps
+        optimizer.param_groups[0].update(lr=1e-3, weight_decay=0.0)
+        give_grads([param], random_tensors(shapes, seed=1))
+        optimizer.step()
+    of_adamw = torch.optim.AdamW(plain(shapes), lr=0.0, weight_decay=0.0)
+    (elementwise,) = of_adamw.param_groups[0]["params"]
+    give_grads([elementwise], [torch.zeros(6, 7)])
+    of_adamw.step()
+    of_adamw.param_groups[0]["lr"] = 1e-3
+    give_grads([elementwise], random_tensors(shapes, seed=1))
+    of_adamw.step()
+    torch.testing.assert_close(late, elementwise, rtol=0, atol=1e-6)
+    assert not torch.allclose(early, elementwise, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("grafting", ["adam", "sgd"])
 @pytest.mark.parametrize("size", [1e-23, 1e-24, 1e-30])
 def test_a_step_by_gradients_whose_squares_underflow_has_the_norm_that_it_is_grafted(

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 _EMBEDDINGS = {"emb", "wpe", "wte"}
-_HEADS = {"classifier", "cls", "head", "heads", "logits", "out", "output", "proj_out", "qa_outputs", "score"}
+_OUTSIDE_LAYERS = {
+    "classifier",
+    "cls",
+    "head",
+    "heads",
+    "logits",
+    "out",
+    "output",
+    "proj_out",
+    "qa_outputs",
+    "score",
+} | {"shared"}
 
 
 def is_hidden_matrix(name: str | None, param: Tensor) -> bool:
@@ -24,14 +37,19 @@ def is_hidden_matrix(name: str | None, param: Tensor) -> bool:
 
     Without a name the shape decides.
     """
+    parts = name.split(".") if name is not None else []
+    before_layers = itertools.takewhile(lambda part: not part.isdigit(), parts)
+    return may_be_hidden_matrix(name, param) and _OUTSIDE_LAYERS.isdisjoint(before_layers)
+
+
+def may_be_hidden_matrix(name: str | None, param: Tensor) -> bool:
+    """:func:`is_hidden_matrix` of what may be part of a layer: ``name`` may be that in the layer alone, which is what
+    ``fully_shard`` of a layer sees."""
     if param.ndim not in (2, 3) or min(param.shape[-2:]) < 2:
         return False
     parts = name.split(".") if name is not None else []
-    layers = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
-    embedding = "shared" in parts[:layers] or any(
-        "embed" in part or part.endswith("_emb") or part in _EMBEDDINGS for part in parts
-    )
-    head = any(part.endswith("_head") for part in parts) or not _HEADS.isdisjoint(parts[:layers])
+    embedding = any("embed" in part or part.endswith("_emb") or part in _EMBEDDINGS for part in parts)
+    head = any(part.endswith("_head") for part in parts)
     bias = any(part == "bias" or part.endswith("_bias") for part in parts)
     kernel = param.ndim == 3 and any("conv" in part for part in parts)
     return not (embedding or head or bias or kernel)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ..mesh import sharding_ranks
 from ..planner.spec import Granularity, Rows
 from ..ragged.dtensor import RaggedDTensor
-from .hidden import is_hidden_matrix
+from .hidden import may_be_hidden_matrix
 from .layouts import Layout, layout_of
 from .matrices import MatrixPlan, matrices_of, plan_matrices
 from .matrix_optimizer import MatrixOptimizer, Members
@@ -41,7 +41,7 @@ class Muon(MatrixOptimizer):
     without, a rule decides (:func:`vescale_compile.optim.hidden.is_hidden_matrix`): matrices and stacks of them go to
     Muon, except embeddings, heads, biases and kernels, which are told by name. Names are those of
     ``model.named_parameters()``, or those that ``fully_shard`` saw; without either, shapes alone decide, and a warning
-    says so. A group in which both occur becomes two, Muon's first.
+    says so. A group in which both occur becomes two, Muon's first, each with a learning rate of its own.
 
     A parameter without a gradient is skipped, as in ``torch.optim``: no decay, no momentum, no communication.
     ``torch.amp.GradScaler``, ``clip_grad_norm_``, schedulers and ``torch.distributed.checkpoint`` work as with any
@@ -121,7 +121,7 @@ class Muon(MatrixOptimizer):
         anywhere too: kept whole, the experts of a layer of 8 would pad its buffer by 30 % on 16 ranks and by 159 % on
         64 (planned; by less than 1 % where there is an expert for each rank).
         """
-        if param.ndim != 3 or not is_hidden_matrix(name, param):
+        if param.ndim != 3 or not may_be_hidden_matrix(name, param):
             return None
         return Rows(param.shape[1]) if param.shape[0] >= sharding_ranks() else None
 

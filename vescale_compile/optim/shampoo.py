@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from ..planner.spec import Granularity
 from ..ragged.dtensor import RaggedDTensor
 from ..runtime.writes import version_of
-from .hidden import is_hidden_matrix
+from .hidden import may_be_hidden_matrix
 from .inverse_root import NoInverseRoot
 from .layouts import Layout, layout_of, new_state, placement_of_blocks
 from .matrix_optimizer import MatrixOptimizer, Members, members_of
@@ -153,7 +153,7 @@ class Shampoo(MatrixOptimizer):
 
     @staticmethod
     def granularity(name: str, param: Tensor) -> Granularity | None:
-        """For ``fully_shard(granularity=...)``: hidden matrices are cut between blocks of the default size."""
+        """For ``fully_shard(granularity=...)``: cuts what may be a hidden matrix between blocks of the default size."""
         return _granularity(_BLOCK, name, param)
 
     @staticmethod
@@ -258,4 +258,4 @@ class Shampoo(MatrixOptimizer):
 
 
 def _granularity(block: int, name: str, param: Tensor) -> Granularity | None:
-    return BlockGrid(tuple(param.shape), block).granularity if is_hidden_matrix(name, param) else None
+    return BlockGrid(tuple(param.shape), block).granularity if may_be_hidden_matrix(name, param) else None

@@ -65,7 +65,8 @@ def products_are_finite(shard: BlockedShard) -> Tensor:
 def renewed_factors(shard: BlockedShard, step: int, options: Mapping[str, Any]) -> dict[int, tuple[Renewed, Renewed]]:
     """Left and right, by block, of the blocks whose inverse roots are due in a step; nothing is changed.
 
-    So all ranks can find out, before they step, whether any of them can't.
+    So all ranks can find out, before they step, whether any of them can't. A block that has had no gradient but zeros
+    has no roots yet, which it would be preconditioned with.
 
     Args:
         step: counted from 1.
@@ -75,8 +76,7 @@ def renewed_factors(shard: BlockedShard, step: int, options: Mapping[str, Any]) 
     """
     beta2, renewed = options["betas"][1], {}
 
-    def renew(factor: Tensor, product: Tensor) -> Renewed:
-        factor = factor.lerp(product, 1 - beta2)
+    def renew(factor: Tensor) -> Renewed:
         return Renewed(factor, inverse_root(factor / (1 - beta2**step), _ROOT, options["ridge"]))
 
     for i, block in enumerate(shard.blocks):
@@ -84,7 +84,9 @@ def renewed_factors(shard: BlockedShard, step: int, options: Mapping[str, Any]) 
         if since >= 0 and since % options["frequency"] == 0:
             (left, _), (right, _) = _factors(shard, i)
             by_left, by_right = _products(_of(shard.grad, block))
-            renewed[i] = renew(left, by_left), renew(right, by_right)
+            left, right = left.lerp(by_left, 1 - beta2), right.lerp(by_right, 1 - beta2)
+            if shard.rooted[i] or bool(left.any() & right.any()):
+                renewed[i] = renew(left), renew(right)
     return renewed
 
 

@@ -87,6 +87,9 @@ def _does_nothing(node: fx.Node) -> bool:
     return bool(condition(*args, **kwargs))
 
 
+# The program's own collectives and their waits are calls, though not fallbacks.
+_COLLECTIVES = "_c10d_functional"
+
 # Lowered to a choice of kernels, of which few are generated, and none fused with what reads or writes a slot.
 _EXTERN_KERNELS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"}
@@ -117,7 +120,7 @@ _LOOPS = frozenset(
 
 def generates_code_for(target: Any) -> bool:
     """Whether Inductor writes kernels for an operator itself, rather than calling PyTorch's."""
-    if not isinstance(target, OpOverload) or target in _lowering.fallbacks:
+    if not isinstance(target, OpOverload) or target in _lowering.fallbacks or target.namespace == _COLLECTIVES:
         return False
     return target in _lowering.lowerings and target.overloadpacket.__name__ not in _EXTERN_KERNELS
 
