@@ -21,7 +21,8 @@ def hoist(gm: fx.GraphModule, context: CompileContext) -> None:
         if node.target is _NESTED:
             # Differentiated as a graph of its own, whose forward hands views of parameters to its backward, and no
             # schema says so.
-            fail(context, node, "torch.compiler.nested_compile_region is not supported: leave it out")
+            what = "torch.compiler.nested_compile_region (or torch._dynamo.config.use_graph_deduplication)"
+            fail(context, node, f"{what} is not supported: leave it out")
         bodies = [arg for arg in node.all_input_nodes if arg.op == "get_attr" and _body(gm, arg) is not None]
         for body_node in bodies:
             body = _body(gm, body_node)

@@ -36,6 +36,7 @@ _MODEL = "sharded model"
 _VALUES = "values of replicas"
 _GRAPH = "compiled graph"
 _OUTSIDE = "outside compiled code"
+_FAILED = "failed to compile: "
 _SAME_MODEL = (
     "Every rank must build the same model, in the same order, with the same parameters frozen, and compile and call it "
     "alike (with the same options, in training or evaluation, inside no_sync or not)."
@@ -120,9 +121,9 @@ def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline
         life().graphs.add((name_of(mesh), *lines))
 
 
-def tell_of_failure(buffers: Sequence[DBuffer], problem: str) -> None:
+def tell_of_failure(buffers: Sequence[DBuffer], error: BaseException) -> None:
     """Posts why this rank has no graph where the others will come to :func:`agree_on_graph`, and waits for nobody."""
-    _leave(_of_other_ranks(buffers), _GRAPH, problem)
+    _leave(_of_other_ranks(buffers), _GRAPH, f"{_FAILED}{type(error).__name__}: {error}")
 
 
 def _of_other_ranks(buffers: Sequence[DBuffer]) -> list[DeviceMesh]:
@@ -274,9 +275,17 @@ class _Exchange:
 
     def _explain(self, like: int, differing: list[int]) -> str:
         reference = self._lines_of(like)
+        seen = {rank: self._lines_of(rank) for rank in differing[:_MOST_NAMED]}
+        failed = [
+            f"rank {rank} {line}"
+            for rank, lines in (*seen.items(), (like, reference))
+            for line in lines
+            if line.startswith(_FAILED)
+        ]
+        if failed:
+            return "; ".join(failed)
         parts, came_to = [], {reference[0]}
-        for rank in differing[:_MOST_NAMED]:
-            lines = self._lines_of(rank)
+        for rank, lines in seen.items():
             came_to.add(lines[0])
             mine, theirs = _first_difference(lines, reference)
             parts.append(f"rank {rank} has {mine or 'nothing'!r} where rank {like} has {theirs or 'nothing'!r}")

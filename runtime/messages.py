@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -47,12 +48,19 @@ class Exchange:
             RuntimeError: at the process group's timeout, or when a rank has gone.
         """
         for work, peer in self.works:
-            try:
+            with _naming(peer):
                 work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"[rank {dist.get_rank()}] waited in vain for rank {peer}, which {CAME_TO_SOMETHING_ELSE}: {error}"
-                ) from error
+
+
+@contextlib.contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    """Says which rank is to blame for what gloo says of a connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"[rank {dist.get_rank()}] waited in vain for rank {peer}, which {CAME_TO_SOMETHING_ELSE}: {error}"
+        ) from error
 
 
 def tell_apart(group: dist.ProcessGroup, number: int) -> None:
@@ -87,11 +95,15 @@ def start_exchange(
     number[kind] = (number[kind] + 1) % _NUMBERS
     tag = kind * _NUMBERS + number[kind]
     own = group.rank()
-    works = [dist.irecv(each, group=_way(rank, own, group), tag=tag, group_src=rank) for each, rank in received]
-    works += [dist.isend(each, group=_way(own, rank, group), tag=tag, group_dst=rank) for each, rank in sent]
     ranks = dist.get_process_group_ranks(group)
-    peers = (ranks[rank] for _, rank in (*received, *sent))
-    return Exchange(tuple((work, peer) for work, peer in zip(works, peers, strict=True) if work is not None))
+    works: list[tuple[dist.Work | None, int]] = []
+    for each, rank in received:
+        with _naming(ranks[rank]):
+            works.append((dist.irecv(each, group=_way(rank, own, group), tag=tag, group_src=rank), ranks[rank]))
+    for each, rank in sent:
+        with _naming(ranks[rank]):
+            works.append((dist.isend(each, group=_way(own, rank, group), tag=tag, group_dst=rank), ranks[rank]))
+    return Exchange(tuple((work, peer) for work, peer in works if work is not None))
 
 
 def _way(sender: int, receiver: int, group: dist.ProcessGroup) -> dist.ProcessGroup:

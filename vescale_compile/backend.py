@@ -102,7 +102,7 @@ def vescale(
         if buffers:  # other ranks may wait in both places, if their options are right
             with contextlib.suppress(RanksDisagree, RanksMissing):
                 agree_on_buffers(buffers, deadline_s=DEADLINE_S)
-                tell_of_failure(buffers, str(error))
+                tell_of_failure(buffers, error)
         raise
     if not buffers:
         return _compile_unsharded(gm, example_inputs, read, generate_code)

@@ -139,8 +139,8 @@ def others_hear_of_failures(buffers: Sequence[DBuffer]) -> Iterator[None]:
         yield
     except RestartAnalysis:
         raise
-    except Exception as error:
-        tell_of_failure(buffers, str(error))
+    except BaseException as error:
+        tell_of_failure(buffers, error)
         raise
 
 

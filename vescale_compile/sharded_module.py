@@ -17,6 +17,7 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .casting import cast_tensors
@@ -28,6 +29,7 @@ from .runtime.dbuffer import DBuffer
 from .runtime.model import Model
 from .storage import convert_buffer
 from .torch_internals.autograd import in_backward
+from .torch_internals.tracing import runs_before_compilation
 from .unaveraged import warn_of_unaveraged_in
 
 
@@ -129,6 +131,11 @@ class ShardedModule(nn.Module):
 
     def _vescale_outermost(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward that is in no other's."""
+        if runs_before_compilation():
+            raise RuntimeError(
+                f"[rank {dist.get_rank()}] a model with sharded parameters is called under torch.compiler.set_stance("
+                "'eager_then_compile'), in which Dynamo takes all modules' forwards for one: compile it without"
+            )
         buffers = buffers_in(self)
         agree_on_buffers(buffers)
         if any(buffer.mesh.size() > 1 for buffer in buffers):

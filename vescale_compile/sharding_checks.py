@@ -169,13 +169,15 @@ def _check_parts(module: nn.Module, mesh: DataParallelMesh, ignored: set[nn.Para
         if own and isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
                 f"{where}is a torch.jit.ScriptModule, whose code reads its parameters where they are. Give the module "
-                "that it was made from, or pass its parameters in ignored_params"
+                "that it was made from, or pass its parameters in ignored_params, and average their gradients "
+                "among all ranks yourself"
             )
         sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
         if sparse and any(param.requires_grad for param in own):
             raise ValueError(
                 f"{where}has sparse gradients, and those of a unit are one dense buffer: make it without sparse=True, "
-                f"set {f'{name}.' if name else ''}sparse = False, or pass its weight in ignored_params"
+                f"set {f'{name}.' if name else ''}sparse = False, or pass its weight in ignored_params, "
+                "and average its gradients among all ranks yourself"
             )
 
 

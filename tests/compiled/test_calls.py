@@ -347,3 +347,14 @@ def test_a_model_that_is_not_sharded_compiles_with_one_warning():
         check=True,
     )
     assert result.stderr.count("Call vescale_compile.fully_shard(model)") == 1, result.stderr
+
+
+def test_a_stance_in_which_compilation_comes_later_is_refused_by_name():
+    torch._dynamo.reset()
+    with fake_world(2):
+        model = vc.fully_shard(nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8)))
+        tokens = torch.arange(8)
+        with torch.compiler.set_stance("eager_then_compile"):
+            model(tokens)  # which nothing compiles
+            with pytest.raises(RuntimeError, match=r"^\[rank 0\] .*'eager_then_compile'.*: compile it without"):
+                torch.compile(model, backend="vescale", options={"lowering": "eager"})(tokens)

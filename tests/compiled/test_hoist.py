@@ -63,7 +63,9 @@ def test_nested_regions_are_refused():
     torch._dynamo.reset()
     with fake_world(2):
         call = torch.compile(vc.fully_shard(nn.Sequential(*(Nested(4, 4) for _ in range(4)))), backend="vescale")
-        with pytest.raises(Exception, match=r"\[rank 0\] torch.compiler.nested_compile_region is not supported: leave"):
+        with pytest.raises(
+            Exception, match=r"\[rank 0\] torch.compiler.nested_compile_region \(or .*\) is not supported: leave"
+        ):
             call(torch.ones(2, 4))
 
 

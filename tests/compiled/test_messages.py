@@ -119,3 +119,17 @@ def test_ranks_that_call_one_group_by_different_names_understand_each_other():
         sharded = vc.fully_shard(linear, mesh=second)
         call = torch.compile(sharded, backend="vescale", options={"lowering": "eager"})
         assert torch.equal(call(x), expected)
+
+
+@pytest.mark.parametrize("begun", ["isend", "irecv"])
+@on_ranks(2)
+def test_a_rank_that_has_gone_before_a_message_is_begun_is_named(begun: str):
+    closed = RuntimeError("Connection closed by peer")
+    other = 1 - dist.get_rank()
+    with (
+        mock.patch.object(dist, begun, side_effect=closed),
+        pytest.raises(
+            RuntimeError, match=rf"^\[rank \d\] waited in vain for rank {other}, .*Connection closed by peer"
+        ),
+    ):
+        exchange(dist.group.WORLD)

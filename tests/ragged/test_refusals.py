@@ -217,3 +217,14 @@ def test_data_is_updated_in_place():
     param.data *= 2
     param.data -= param.detach() / 2
     assert torch.equal(param.full_tensor(), torch.ones(4, 3))
+
+
+@on_ranks(2)
+def test_what_is_cut_elsewhere_mixes_in_when_redistributed_as_the_refusal_says() -> None:
+    ragged, other = shard(torch.ones(4, 3), LAYOUT), shard(torch.ones(4, 3), RaggedShard((0,), (2, 2)))
+    with pytest.raises(
+        RaggedShardError, match=r"cut elsewhere: give other\.detach\(\)\.redistribute\(placements=tensor"
+    ):
+        ragged.add_(other)
+    ragged.add_(other.detach().redistribute(placements=ragged.placements))
+    assert torch.equal(ragged.full_tensor(), torch.full((4, 3), 2.0))

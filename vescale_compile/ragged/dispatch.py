@@ -127,11 +127,11 @@ def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _operand(func: OpOverload, like: RaggedDTensor, value: Any) -> Any:
     if isinstance(value, RaggedDTensor):
         if not same_layout(like, value):
-            refuse(
-                func,
-                like,
-                f"the other tensor is {value!r}; redistribute one of them, or take the same shapes",
-            )
+            if (value.device_mesh, value.shape) == (like.device_mesh, like.shape):
+                remedy = "is cut elsewhere: give other.detach().redistribute(placements=tensor.placements) instead"
+            else:
+                remedy = "has another mesh or shape"
+            refuse(func, like, f"the other tensor, {value!r}, {remedy}")
         return value._local_tensor
     if isinstance(value, torch.Tensor):
         value = scalar_operand(func, like, value)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import eval_frame
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
@@ -39,6 +41,12 @@ def allow_what_depends_on_values() -> None:
     env = tracing_fake_mode().shape_env
     assert env is not None
     env.settings = dataclasses.replace(env.settings, allow_dynamic_output_shape_ops=True, allow_scalar_outputs=True)
+
+
+def runs_before_compilation() -> bool:
+    """Whether a call of what is compiled runs as it is, once, as ``torch.compiler.set_stance("eager_then_compile")``
+    has it."""
+    return eval_frame._stance.stance == "eager_then_compile" and callable(get_eval_frame_callback())
 
 
 def shapes_only() -> AbstractContextManager[Any]:
