@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import Any
@@ -215,7 +215,8 @@ class _Exchange:
         """Posts all that the others may ask for, and goes without their answer."""
         self._post(f"lines/{self.rank}", json.dumps(self.lines))
         if self.rank == self.ranks[0]:
-            self._settle({"message": f"rank {self.rank}, which compares, has {self.lines[1]!r}"})
+            compares = f"rank {self.rank}, which compares, has {self.lines[1]!r}"
+            self._settle({"message": _failures({self.rank: self.lines}) or compares})
 
     def judge(self) -> str | None:
         """On the first rank: compares, tells the others, and returns the message, None if all agree."""
@@ -276,14 +277,8 @@ class _Exchange:
     def _explain(self, like: int, differing: list[int]) -> str:
         reference = self._lines_of(like)
         seen = {rank: self._lines_of(rank) for rank in differing[:_MOST_NAMED]}
-        failed = [
-            f"rank {rank} {line}"
-            for rank, lines in (*seen.items(), (like, reference))
-            for line in lines
-            if line.startswith(_FAILED)
-        ]
-        if failed:
-            return "; ".join(failed)
+        if failures := _failures({like: reference, **seen}):
+            return failures
         parts, came_to = [], {reference[0]}
         for rank, lines in seen.items():
             came_to.add(lines[0])
@@ -316,6 +311,13 @@ class _Exchange:
                 raise
             return False
         return True
+
+
+def _failures(seen: Mapping[int, Sequence[str]]) -> str:
+    """Which ranks have posted, in place of what they compare, why they can't compile; empty if none has."""
+    return "; ".join(
+        f"rank {rank} {line}" for rank, lines in seen.items() for line in lines if line.startswith(_FAILED)
+    )
 
 
 def _first_difference(lines: Sequence[str], others: Sequence[str]) -> tuple[str, str]:

@@ -156,7 +156,7 @@ def test_a_rank_that_can_not_compile_tells_the_others_why(what, failing):
         raise RuntimeError("too many words")
 
     torch._dynamo.reset()
-    mine, message = dist.get_rank() == failing, f"rank {failing}.* has 'too many words'"
+    mine, message = dist.get_rank() == failing, f"rank {failing} failed to compile: RuntimeError: too many words"
     with pytest.MonkeyPatch.context() as patch:
         if mine:
             patch.setattr(backend, what, refuse)
@@ -182,7 +182,7 @@ def test_a_rank_whose_options_are_wrong_tells_the_others(wrong, said):
     mine = dist.get_rank() == ODD
     model, _ = models.sharded(lambda: models.Uneven(1), compile=None)  # no such graph was agreed on
     options = {"lowering": "eager", "deadline": 60, **(wrong if mine else {})}
-    with pytest.raises(Exception, match=said if mine else f"rank {ODD}.* has .*{said}"):
+    with pytest.raises(Exception, match=said if mine else f"rank {ODD} failed to compile: ValueError: .*{said}"):
         torch.compile(model, backend="vescale", options=options)(*models.batches(1, 11)[0])
     dist.barrier()
 
