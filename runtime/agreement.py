@@ -13,8 +13,9 @@ import hashlib
 import json
 import math
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import Any
@@ -123,7 +124,7 @@ def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline
 
 def tell_of_failure(buffers: Sequence[DBuffer], error: BaseException) -> None:
     """Posts why this rank has no graph where the others will come to :func:`agree_on_graph`, and waits for nobody."""
-    _leave(_of_other_ranks(buffers), _GRAPH, f"{_FAILED}{type(error).__name__}: {error}")
+    _leave(_of_other_ranks(buffers), _GRAPH, _FAILED + "".join(traceback.format_exception_only(error)).strip())
 
 
 def _of_other_ranks(buffers: Sequence[DBuffer]) -> list[DeviceMesh]:
@@ -216,7 +217,7 @@ class _Exchange:
         self._post(f"lines/{self.rank}", json.dumps(self.lines))
         if self.rank == self.ranks[0]:
             compares = f"rank {self.rank}, which compares, has {self.lines[1]!r}"
-            self._settle({"message": _failures({self.rank: self.lines}) or compares})
+            self._settle({"message": _failures([([self.rank], self.lines)]) or compares})
 
     def judge(self) -> str | None:
         """On the first rank: compares, tells the others, and returns the message, None if all agree."""
@@ -277,7 +278,8 @@ class _Exchange:
     def _explain(self, like: int, differing: list[int]) -> str:
         reference = self._lines_of(like)
         seen = {rank: self._lines_of(rank) for rank in differing[:_MOST_NAMED]}
-        if failures := _failures({like: reference, **seen}):
+        alike = sorted({*self.ranks}.difference(differing))
+        if failures := _failures([(alike, reference), *(([rank], lines) for rank, lines in seen.items())]):
             return failures
         parts, came_to = [], {reference[0]}
         for rank, lines in seen.items():
@@ -313,11 +315,16 @@ class _Exchange:
         return True
 
 
-def _failures(seen: Mapping[int, Sequence[str]]) -> str:
-    """Which ranks have posted, in place of what they compare, why they can't compile; empty if none has."""
-    return "; ".join(
-        f"rank {rank} {line}" for rank, lines in seen.items() for line in lines if line.startswith(_FAILED)
-    )
+def _failures(posted: Iterable[tuple[list[int], Sequence[str]]]) -> str:
+    """Which ranks have posted why they can't compile, or have heard of it from those of another mesh; empty if none."""
+    heard = f"{_GRAPH}: "
+    said = [
+        f"{_some(ranks)} {line}" if line.startswith(_FAILED) else line.removeprefix(heard)
+        for ranks, lines in posted
+        for line in lines
+        if line.startswith(_FAILED) or (line.startswith(heard) and _FAILED in line)
+    ]
+    return "; ".join(dict.fromkeys(said))
 
 
 def _first_difference(lines: Sequence[str], others: Sequence[str]) -> tuple[str, str]:

@@ -98,11 +98,13 @@ def start_exchange(
     ranks = dist.get_process_group_ranks(group)
     works: list[tuple[dist.Work | None, int]] = []
     for each, rank in received:
+        way = _way(rank, own, group)
         with _naming(ranks[rank]):
-            works.append((dist.irecv(each, group=_way(rank, own, group), tag=tag, group_src=rank), ranks[rank]))
+            works.append((dist.irecv(each, group=way, tag=tag, group_src=rank), ranks[rank]))
     for each, rank in sent:
+        way = _way(own, rank, group)
         with _naming(ranks[rank]):
-            works.append((dist.isend(each, group=_way(own, rank, group), tag=tag, group_dst=rank), ranks[rank]))
+            works.append((dist.isend(each, group=way, tag=tag, group_dst=rank), ranks[rank]))
     return Exchange(tuple((work, peer) for work, peer in works if work is not None))
 
 

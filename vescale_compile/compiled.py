@@ -140,7 +140,8 @@ def others_hear_of_failures(buffers: Sequence[DBuffer]) -> Iterator[None]:
     except RestartAnalysis:
         raise
     except BaseException as error:
-        tell_of_failure(buffers, error)
+        with contextlib.suppress(RuntimeError):  # the rank that has the store may have gone
+            tell_of_failure(buffers, error)
         raise
 
 

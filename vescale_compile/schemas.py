@@ -56,6 +56,15 @@ def viewed(node: fx.Node) -> fx.Node | None:
     return next((arg for arg, _ in aliasing_arguments(node, node.target)), None)
 
 
+# Namespaces of the program's own collectives and their waits.
+_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+
+
+def is_functional_collective(target: object) -> bool:
+    """Whether an operator is one of ``torch.distributed._functional_collectives``: a collective, or its wait."""
+    return isinstance(target, OpOverload) and target.namespace in _COLLECTIVES
+
+
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that read a node's result, or write to it, seen through views."""
     for user in node.users:

@@ -149,19 +149,22 @@ def test_ranks_that_take_their_cluster_for_different_ones_follow_one_schedule():
         call(*models.batches(1, 11)[0]).backward()
 
 
-@pytest.mark.parametrize(("what", "failing"), [("_lower_eager", 0), ("summarize", 1)])
+@pytest.mark.parametrize(
+    ("what", "failing", "error", "size"),  # no such graph was agreed on
+    [("_lower_eager", 0, RuntimeError, 1), ("summarize", 1, RuntimeError, 3), ("summarize", 1, KeyboardInterrupt, 7)],
+)
 @on_ranks(2)
-def test_a_rank_that_can_not_compile_tells_the_others_why(what, failing):
+def test_a_rank_that_can_not_compile_tells_the_others_why(what, failing, error, size):
     def refuse(*_):
-        raise RuntimeError("too many words")
+        raise error("too many words")
 
     torch._dynamo.reset()
-    mine, message = dist.get_rank() == failing, f"rank {failing} failed to compile: RuntimeError: too many words"
+    mine, message = dist.get_rank() == failing, f"rank {failing} failed to compile: {error.__name__}: too many words"
     with pytest.MonkeyPatch.context() as patch:
         if mine:
             patch.setattr(backend, what, refuse)
-        _, call = models.sharded(lambda: models.Uneven((1, 3)[failing]))  # no such graph was agreed on
-        with pytest.raises(Exception, match="too many words" if mine else message):
+        _, call = models.sharded(lambda: models.Uneven(size))
+        with pytest.raises(BaseException, match="too many words" if mine else message):
             call(*models.batches(1, 11)[0])
     dist.barrier()
     agree(init_device_mesh("cpu", (2,)), "what comes after it", [], deadline_s=10)

@@ -224,7 +224,7 @@ WRONG_GROUPS: dict[str, tuple[Any, str]] = {
     "betas": ({"params": [VECTOR], "algorithm": "adamw", "betas": (1.0, 0.9)}, "betas is (1.0, 0.9)"),
     "what AdamW alone has": (
         {"params": [VECTOR], "algorithm": "adamw", "maximize": True},
-        "maximize is True, which there is not; leave it out",
+        "maximize is True, which is not supported; leave it out",
     ),
 }
 

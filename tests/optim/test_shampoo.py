@@ -135,10 +135,16 @@ def test_a_step_by_gradients_whose_squares_underflow_has_the_norm_that_it_is_gra
     size: float, grafting: str
 ) -> None:
     params = [nn.Parameter(torch.zeros(6, 7))]
-    gradient = random_tensors([(6, 7)], seed=1)[0] * size
+    first, gradient = random_tensors([(6, 7)] * 2, seed=1)
+    gradient *= size
+    optimizer = shampoo(params, lr=0.0, betas=(0.0, 0.5), frequency=1, grafting=grafting)
+    give_grads(params, [first])
+    optimizer.step()  # of gradients whose squares are there, so that there are roots
+    optimizer.param_groups[0]["lr"] = 1.0
     give_grads(params, [gradient])
-    shampoo(params, lr=1.0, frequency=1, grafting=grafting).step()
-    grafted = gradient.double() / (1e-8 if grafting == "adam" else 1)
+    optimizer.step()
+    of_squares = (0.25 * first.double().square() / 0.75).sqrt() + 1e-8
+    grafted = gradient.double() / (of_squares if grafting == "adam" else 1)
     torch.testing.assert_close(params[0].detach().double().norm() / grafted.norm(), torch.tensor(1.0).double())
 
 

@@ -56,6 +56,7 @@ MIXES = {
     "in place on a plain number": lambda p: torch.ones(()).add_(p),
     "plain in place": lambda p: p.add_(torch.ones(4, 3)),
     "out is plain": lambda p: torch.add(p, p, out=torch.empty(4, 3)),
+    "out has another layout": lambda p: torch.add(p, p, out=shard(torch.ones(4, 3), RaggedShard((0,), (2, 2)))),
     "where": lambda p: torch.where(torch.ones(4, 3, dtype=torch.bool), p, p),
     "masked_fill": lambda p: p.masked_fill(torch.ones(4, 3, dtype=torch.bool), 0),
     "mask assignment": lambda p: p.__setitem__(torch.ones(4, 3, dtype=torch.bool), 0),

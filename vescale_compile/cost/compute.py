@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_compile.cost.devices import Device
 from vescale_compile.cost.flops import flops
 from vescale_compile.rng_calls import plain_node
-from vescale_compile.schemas import has_results, is_view, readers, written_by
+from vescale_compile.schemas import has_results, is_functional_collective, is_view, readers, written_by
 from vescale_compile.torch_internals.inductor_graphs import generates_code_for
 from vescale_compile.torch_internals.tracing import size_hint
 
@@ -35,7 +35,6 @@ _SORTS = {"sort", "topk", "kthvalue", "median", "mode"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _UNFUSED = _SCATTERS | _SCATTERED_SUMS | _SORTS | _ALLOCATIONS
 
-_COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd"})  # namespaces
 _UNIT_COMMUNICATION = (
     "all_gather",
     "reduce_scatter",
@@ -127,7 +126,7 @@ def _computes(node: fx.Node) -> bool:
 def _communicates(target: OpOverload) -> bool:
     if target.namespace == "vescale":
         return target.name().removeprefix("vescale::").startswith(_UNIT_COMMUNICATION)
-    return target.namespace in _COMMUNICATION
+    return is_functional_collective(target)
 
 
 def _fusible(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from .adamw8bit_state import Member, check_blocks, check_saved, in_memory_order,
 from .blocks import Blocks
 from .gradients import check_gradients as check_all_gradients
 from .gradients import check_layouts
-from .groups import missing_options
+from .groups import unsupported_options
 from .units import describe, mark_written
 
 _OF_THIS_RUN = ("foreach", "compile", "check_gradients")  # options that a loaded state does not change
@@ -302,6 +302,6 @@ def _check_options(group: Mapping[str, Any]) -> None:
     for name in ("foreach", "compile", "check_gradients"):
         if not isinstance(group[name], bool) and not (name == "foreach" and group[name] is None):
             raise TypeError(f"AdamW8bit: {name} is {group[name]!r}; give True or False")
-    if missing := missing_options(group):
-        raise ValueError(f"AdamW8bit: {'; '.join(missing)}")
+    if wrong := unsupported_options(group):
+        raise ValueError(f"AdamW8bit: {'; '.join(wrong)}")
     Blocks(group["block"], group["tile"])

@@ -45,16 +45,13 @@ def split_group(
         chosen = [matrix if hidden else other for hidden in _by_rule(optimizer, named)]
     else:
         chosen = [algorithm] * len(named)
-    groups: list[dict[str, Any]] = []
+    groups = []
     for kind in defaults:
         members = [param for param, choice in zip(params, chosen, strict=True) if choice == kind]
         if members or kind == algorithm or not params:
             others = {option for options in defaults.values() for option in options} - {*defaults[kind]}
             options = {key: value for key, value in group.items() if key not in others}
-            made = {**defaults[kind], **options, "params": members, "algorithm": kind}
-            if groups and isinstance(made["lr"], Tensor):
-                made["lr"] = made["lr"].clone()  # schedulers write to each group's
-            groups.append(made)
+            groups.append({**defaults[kind], **options, "params": members, "algorithm": kind})
     for key in group:
         owners = [kind for kind, options in defaults.items() if key in options]
         if owners and not any(each["algorithm"] in owners for each in groups):
@@ -69,7 +66,7 @@ def wrong_common_options(group: Mapping[str, Any]) -> list[str]:
         return [f"lr is a tensor of shape {tuple(lr.shape)}; give a number, or a tensor of one element"]
     at_least_0 = sorted({"lr", "weight_decay", "eps"} & group.keys())
     wrong = [f"{key} is {group[key]}; it must be at least 0" for key in at_least_0 if not group[key] >= 0]
-    wrong += missing_options(group)
+    wrong += unsupported_options(group)
     betas = group.get("betas", (0.0, 0.0))
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         wrong.append(f"betas is {betas}; it must be two numbers of at least 0 and below 1")
@@ -78,10 +75,10 @@ def wrong_common_options(group: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def missing_options(group: Mapping[str, Any]) -> list[str]:
+def unsupported_options(group: Mapping[str, Any]) -> list[str]:
     """What a group asks for that ``torch.optim.AdamW`` has, and the optimizers here have not."""
     asked = (key for key in ("amsgrad", "capturable", "differentiable", "fused", "maximize") if group.get(key))
-    return [f"{key} is {group[key]!r}, which there is not; leave it out" for key in asked]
+    return [f"{key} is {group[key]!r}, which is not supported; leave it out" for key in asked]
 
 
 def _by_rule(optimizer: str, named: NamedParams) -> list[bool]:

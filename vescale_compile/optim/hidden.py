@@ -7,18 +7,9 @@ import itertools
 from torch import Tensor
 
 _EMBEDDINGS = {"emb", "wpe", "wte"}
-_OUTSIDE_LAYERS = {
-    "classifier",
-    "cls",
-    "head",
-    "heads",
-    "logits",
-    "out",
-    "output",
-    "proj_out",
-    "qa_outputs",
-    "score",
-} | {"shared"}
+_OUTSIDE_LAYERS = frozenset(
+    {"classifier", "cls", "head", "heads", "logits", "out", "output", "proj_out", "qa_outputs", "score", "shared"}
+)
 
 
 def is_hidden_matrix(name: str | None, param: Tensor) -> bool:

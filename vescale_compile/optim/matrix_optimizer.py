@@ -105,6 +105,8 @@ class MatrixOptimizer(Optimizer):
         before = len(self.param_groups)
         try:
             for group in groups:
+                if isinstance(group["lr"], Tensor) and any(group["lr"] is each["lr"] for each in self.param_groups):
+                    group["lr"] = group["lr"].clone()  # schedulers write to each group's
                 given = {*group}
                 super().add_param_group(group)
                 for key in self.defaults.keys() - given:

@@ -110,10 +110,13 @@ def _unsupported(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _elementwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = first_ragged(args, kwargs)
+    out = kwargs.get("out")
+    if isinstance(out, RaggedDTensor) and not same_layout(like, out):
+        refuse(func, like, f"it would write to {out!r}, which is cut elsewhere, or has another shape")
     values = [_operand(func, like, value) for value in args]
     options = {name: _operand(func, like, value) for name, value in kwargs.items()}
     if func._schema.is_mutable:
-        written = kwargs.get("out", args[0])
+        written = args[0] if out is None else out
         if not isinstance(written, RaggedDTensor):
             refuse(func, like, f"it would write to a plain tensor of shape {tuple(written.shape)}")
         func(*values, **options)
@@ -128,10 +131,10 @@ def _operand(func: OpOverload, like: RaggedDTensor, value: Any) -> Any:
     if isinstance(value, RaggedDTensor):
         if not same_layout(like, value):
             if (value.device_mesh, value.shape) == (like.device_mesh, like.shape):
-                remedy = "is cut elsewhere: give other.detach().redistribute(placements=tensor.placements) instead"
+                why = "is cut elsewhere: give other.detach().redistribute(placements=tensor.placements) instead"
             else:
-                remedy = "has another mesh or shape"
-            refuse(func, like, f"the other tensor, {value!r}, {remedy}")
+                why = "has another mesh or shape"
+            refuse(func, like, f"the other tensor, {value!r}, {why}")
         return value._local_tensor
     if isinstance(value, torch.Tensor):
         value = scalar_operand(func, like, value)

@@ -19,7 +19,7 @@ from torch._inductor.fx_passes import post_grad as _post_grad
 from torch._inductor.fx_utils import get_fake_args_kwargs as _get_fake_args_kwargs
 from torch._ops import OpOverload
 
-from ..schemas import is_pointwise
+from ..schemas import is_functional_collective, is_pointwise
 
 
 def forget_mutation_regions(graph: fx.Graph) -> None:
@@ -87,9 +87,6 @@ def _does_nothing(node: fx.Node) -> bool:
     return bool(condition(*args, **kwargs))
 
 
-# The program's own collectives and their waits are calls, though not fallbacks.
-_COLLECTIVES = "_c10d_functional"
-
 # Lowered to a choice of kernels, of which few are generated, and none fused with what reads or writes a slot.
 _EXTERN_KERNELS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_int_mm", "convolution"}
@@ -120,7 +117,9 @@ _LOOPS = frozenset(
 
 def generates_code_for(target: Any) -> bool:
     """Whether Inductor writes kernels for an operator itself, rather than calling PyTorch's."""
-    if not isinstance(target, OpOverload) or target in _lowering.fallbacks or target.namespace == _COLLECTIVES:
+    if not isinstance(target, OpOverload) or target in _lowering.fallbacks:
+        return False
+    if is_functional_collective(target):  # calls, though not among the fallbacks
         return False
     return target in _lowering.lowerings and target.overloadpacket.__name__ not in _EXTERN_KERNELS
 
