@@ -24,16 +24,21 @@ class Arrival:
     Attributes:
         number: in the order in which they were left.
         result: where the gradients will be.
-        uses: what the reduction reads and writes besides; neither is freed meanwhile.
+        held: what the reduction reads and writes besides; neither is freed meanwhile.
+        uses: where that is, from the first byte to behind the last.
     """
 
     number: int
     result: Tensor
-    uses: tuple[Tensor, ...]
+    held: tuple[Tensor, ...]
     _finish: Callable[[], object] | None
     _left_on: torch.Stream | None  # where their memory goes when it is freed
     _done: torch.Event | None = field(default=None, init=False)
     _waited: torch.Stream | None = field(default=None, init=False)  # the last stream that comes after it
+    uses: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uses = tuple(_span(each) for each in self.held)
 
     @property
     def over(self) -> bool:
@@ -69,8 +74,10 @@ class Arrival:
         if self.result.device.type == "cuda":
             self._waited = torch.accelerator.current_stream(self.result.device)
             self._done = self._waited.record_event()
+            if self._waited == self._left_on:  # so slots go with their last graph, though no other comes
+                self.held = ()
         else:
-            self.uses = ()
+            self.held = self.uses = ()
             _arrivals.pop(self.result.data_ptr(), None)
 
 
@@ -109,13 +116,16 @@ def next_number() -> int:
 def wait_for_uses(memory: Sequence[Tensor]) -> None:
     """Waits for what was left in flight and uses some of the ``memory``, which is about to be written."""
     for arrival in list(_arrivals.values()):
-        if any(_overlap(used, written) for used in arrival.uses for written in memory):
+        if any(_overlap(used, _span(written)) for used in arrival.uses for written in memory):
             arrival.wait()
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    begin, end = one.data_ptr(), one.data_ptr() + one.nbytes
-    return begin < other.data_ptr() + other.nbytes and other.data_ptr() < end
+def _span(memory: Tensor) -> tuple[int, int]:
+    return memory.data_ptr(), memory.data_ptr() + memory.nbytes
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def forget() -> None:
@@ -138,7 +148,7 @@ def settle(before: float = math.inf) -> None:
             failures.append(failure)
             continue
         if arrival.may_be_freed:
-            arrival.uses = ()
+            arrival.held = arrival.uses = ()
         else:
             _kept.append(arrival)
     if failures:

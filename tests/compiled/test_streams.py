@@ -250,7 +250,7 @@ def test_which_parameters_other_ranks_used_is_asked_behind_reductions_and_not_wa
 
 def left(gpu: Streams) -> arrivals.Arrival:
     """What a reduction on the current stream writes."""
-    arrival = arrivals.Arrival(0, memory(4), (memory(8),), lambda: None, gpu.current)
+    arrival = arrivals.Arrival(0, memory(4), (torch.empty(8),), lambda: None, gpu.current)
     arrivals._arrivals[1] = arrival
     return arrival
 
@@ -258,7 +258,17 @@ def left(gpu: Streams) -> arrivals.Arrival:
 def test_what_was_left_in_flight_is_freed_when_its_stream_has_waited_for_it(gpu: Streams) -> None:
     arrival = left(gpu)
     arrivals.settle()
-    assert not arrivals._kept and not arrival.uses
+    assert not arrivals._kept and not arrival.held
+
+
+@pytest.mark.parametrize("on", ["its own", "another"])
+def test_slots_of_the_last_backward_are_freed_when_its_gradients_are_read_on_its_stream(gpu: Streams, on: str) -> None:
+    arrival = left(gpu)
+    with gpu.current if on == "its own" else gpu.create("another"):
+        arrival.wait()
+    assert bool(arrival.held) is (on == "another")
+    assert arrival.uses  # another stream that is about to write there still waits
+    arrivals.forget()
 
 
 def test_of_reductions_that_fail_the_first_is_raised_when_none_is_left() -> None:
@@ -283,9 +293,9 @@ def test_where_another_stream_has_waited_it_is_freed_when_that_is_through_or_the
     another = gpu.create("another")
     with another:
         arrivals.settle()
-        assert arrivals._kept == [arrival] and arrival.uses
+        assert arrivals._kept == [arrival] and arrival.held
         arrival._done.over = through
     with another if through else gpu.current:
         arrivals.settle()
-    assert not arrivals._kept and not arrival.uses
+    assert not arrivals._kept and not arrival.held
     assert gpu.log[-1].startswith("compute0 waits for all of another0") != through
