@@ -124,7 +124,8 @@ def agree_on_graph(buffers: Sequence[DBuffer], lines: Sequence[str], *, deadline
 
 def tell_of_failure(buffers: Sequence[DBuffer], error: BaseException) -> None:
     """Posts why this rank has no graph where the others will come to :func:`agree_on_graph`, and waits for nobody."""
-    _leave(_of_other_ranks(buffers), _GRAPH, _FAILED + "".join(traceback.format_exception_only(error)).strip())
+    why = "".join(traceback.format_exception_only(error)).strip()
+    _leave(_of_other_ranks(buffers), _GRAPH, f"rank {dist.get_rank()} {_FAILED}{why}")
 
 
 def _of_other_ranks(buffers: Sequence[DBuffer]) -> list[DeviceMesh]:
@@ -217,7 +218,7 @@ class _Exchange:
         self._post(f"lines/{self.rank}", json.dumps(self.lines))
         if self.rank == self.ranks[0]:
             compares = f"rank {self.rank}, which compares, has {self.lines[1]!r}"
-            self._settle({"message": _failures([([self.rank], self.lines)]) or compares})
+            self._settle({"message": _failures([self.lines]) or compares})
 
     def judge(self) -> str | None:
         """On the first rank: compares, tells the others, and returns the message, None if all agree."""
@@ -278,8 +279,7 @@ class _Exchange:
     def _explain(self, like: int, differing: list[int]) -> str:
         reference = self._lines_of(like)
         seen = {rank: self._lines_of(rank) for rank in differing[:_MOST_NAMED]}
-        alike = sorted({*self.ranks}.difference(differing))
-        if failures := _failures([(alike, reference), *(([rank], lines) for rank, lines in seen.items())]):
+        if failures := _failures([reference, *seen.values()]):
             return failures
         parts, came_to = [], {reference[0]}
         for rank, lines in seen.items():
@@ -315,15 +315,10 @@ class _Exchange:
         return True
 
 
-def _failures(posted: Iterable[tuple[list[int], Sequence[str]]]) -> str:
-    """Which ranks have posted why they can't compile, or have heard of it from those of another mesh; empty if none."""
-    heard = f"{_GRAPH}: "
-    said = [
-        f"{_some(ranks)} {line}" if line.startswith(_FAILED) else line.removeprefix(heard)
-        for ranks, lines in posted
-        for line in lines
-        if line.startswith(_FAILED) or (line.startswith(heard) and _FAILED in line)
-    ]
+def _failures(posted: Iterable[Sequence[str]]) -> str:
+    """What ranks say in place of what they compare: that they can't compile, or have heard so on another mesh; empty if
+    none does."""
+    said = (line.removeprefix(f"{_GRAPH}: ") for lines in posted for line in lines if _FAILED in line)
     return "; ".join(dict.fromkeys(said))
 
 

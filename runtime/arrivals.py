@@ -77,7 +77,7 @@ class Arrival:
             if self._waited == self._left_on:  # so slots go with their last graph, though no other comes
                 self.held = ()
         else:
-            self.held = self.uses = ()
+            self.held = ()
             _arrivals.pop(self.result.data_ptr(), None)
 
 
@@ -115,8 +115,9 @@ def next_number() -> int:
 
 def wait_for_uses(memory: Sequence[Tensor]) -> None:
     """Waits for what was left in flight and uses some of the ``memory``, which is about to be written."""
+    spans = [_span(written) for written in memory]
     for arrival in list(_arrivals.values()):
-        if any(_overlap(used, _span(written)) for used in arrival.uses for written in memory):
+        if any(_overlap(used, written) for used in arrival.uses for written in spans):
             arrival.wait()
 
 
@@ -148,7 +149,7 @@ def settle(before: float = math.inf) -> None:
             failures.append(failure)
             continue
         if arrival.may_be_freed:
-            arrival.held = arrival.uses = ()
+            arrival.held = ()
         else:
             _kept.append(arrival)
     if failures:

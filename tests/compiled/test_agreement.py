@@ -208,3 +208,15 @@ def test_ranks_of_another_mesh_hear_of_those_that_do_not_agree_in_theirs():
         with pytest.raises(RanksDisagree):
             check(buffers)
         agree(everyone, "test", [], deadline_s=5)
+
+
+@on_ranks(4)
+def test_ranks_of_another_mesh_hear_which_rank_can_not_compile():
+    pairs, everyone = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "other")), init_device_mesh("cpu", (4,))
+    buffers = [buffers_in(vc.fully_shard(nn.Linear(4, 2), mesh=mesh))[0] for mesh in (pairs["pair"], everyone)]
+    if dist.get_rank() == 2:
+        tell_of_failure(buffers, MemoryError("no room"))
+    else:
+        with pytest.raises(RanksDisagree, match=r"compiled graph: rank 2 failed to compile: MemoryError: no room$"):
+            agree_on_graph(buffers, ["these"], deadline_s=5)
+    agree(everyone, "test", [], deadline_s=5)

@@ -65,8 +65,8 @@ def products_are_finite(shard: BlockedShard) -> Tensor:
 def renewed_factors(shard: BlockedShard, step: int, options: Mapping[str, Any]) -> dict[int, tuple[Renewed, Renewed]]:
     """Left and right, by block, of the blocks whose inverse roots are due in a step; nothing is changed.
 
-    So all ranks can find out, before they step, whether any of them can't. A block whose factors are
-    zero, as all its gradients were, or all their squares in this dtype, gets no roots yet: they would precondition it.
+    So all ranks can find out, before they step, whether any of them can't. A block whose factors are zero, as all its
+    gradients were, or all their squares in this dtype, gets no roots yet: they would precondition it.
 
     Args:
         step: counted from 1.
