@@ -23,22 +23,23 @@ class Arrival:
 
     Attributes:
         number: in the order in which they were left.
-        result: where the gradients will be.
-        held: what the reduction reads and writes besides; neither is freed meanwhile.
-        uses: where that is, from the first byte to behind the last.
+        held: where the gradients will be, then what the reduction reads and writes besides; not freed meanwhile.
+        device: where that is.
+        uses: where what is besides is, from the first byte to behind the last.
     """
 
     number: int
-    result: Tensor
     held: tuple[Tensor, ...]
     _finish: Callable[[], object] | None
     _left_on: torch.Stream | None  # where their memory goes when it is freed
     _done: torch.Event | None = field(default=None, init=False)
     _waited: torch.Stream | None = field(default=None, init=False)  # the last stream that comes after it
+    device: torch.device = field(init=False)
     uses: tuple[tuple[int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.uses = tuple(_span(each) for each in self.held)
+        self.device = self.held[0].device
+        self.uses = tuple(_span(each) for each in self.held[1:])
 
     @property
     def over(self) -> bool:
@@ -49,7 +50,7 @@ class Arrival:
     def may_be_freed(self) -> bool:
         """Whether what a GPU still writes comes before all that memory freed now may be used for. The current stream
         has waited for it."""
-        if self._done is None or torch.accelerator.current_stream(self.result.device) == self._left_on:
+        if self._done is None or torch.accelerator.current_stream(self.device) == self._left_on:
             return True
         return self._done.query()
 
@@ -61,30 +62,30 @@ class Arrival:
                 PyTorch's watchdog ends the process instead.
         """
         if self._finish is None:
-            if (
-                self._done is not None
-                and (stream := torch.accelerator.current_stream(self.result.device)) != self._waited
-            ):
+            if self._done is not None and (stream := torch.accelerator.current_stream(self.device)) != self._waited:
                 stream.wait_event(self._done)
                 self._waited = stream
             return
         with outside_tracing(), torch.no_grad():
             self._finish()
         self._finish = None
-        if self.result.device.type == "cuda":
-            self._waited = torch.accelerator.current_stream(self.result.device)
+        if self.device.type == "cuda":
+            self._waited = torch.accelerator.current_stream(self.device)
             self._done = self._waited.record_event()
             if self._waited == self._left_on:  # so slots go with their last graph, though no other comes
                 self.held = ()
         else:
+            _arrivals.pop(self.held[0].data_ptr(), None)
             self.held = ()
-            _arrivals.pop(self.result.data_ptr(), None)
 
 
 _numbers = itertools.count()
 _arrivals: dict[int, Arrival] = {}
+"""By the addresses of their gradients; on a GPU also when these are freed, until a graph starts."""
+
 _kept: list[Arrival] = []
-"""Waited for on another stream than the one that they were left on, which PyTorch's allocator knows nothing of."""
+"""To be waited for by the next graph: on another stream than the one that they were left on, which PyTorch's allocator
+knows nothing of, or of gradients that were freed, whose memory others were reduced into since."""
 
 
 def leave(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]) -> None:
@@ -100,7 +101,9 @@ def leave(result: Tensor, uses: tuple[Tensor, ...], finish: Callable[[], object]
         finish()  # autograd itself reads all gradients in anomaly mode
     else:
         stream = torch.accelerator.current_stream(result.device) if result.device.type == "cuda" else None
-        _arrivals[result.data_ptr()] = Arrival(next(_numbers), result, uses, finish, stream)
+        if (former := arrival_of(result)) is not None:
+            _kept.append(former)
+        _arrivals[result.data_ptr()] = Arrival(next(_numbers), (result, *uses), finish, stream)
 
 
 def arrival_of(result: Tensor) -> Arrival | None:

@@ -52,11 +52,14 @@ def life() -> Life:
     Raises:
         RuntimeError: there is none.
     """
-    if dist.group.WORLD is None:
+    world = dist.group.WORLD
+    if world is None:
         raise RuntimeError(
             "a sharded model is called without a process group: call torch.distributed.init_process_group"
         )
-    return _lives.setdefault(dist.group.WORLD, Life())
+    if (found := _lives.get(world)) is None:  # asked for often, each unit's forward
+        found = _lives[world] = Life()
+    return found
 
 
 def nobody_to_ask(mesh: DeviceMesh) -> bool:

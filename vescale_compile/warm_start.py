@@ -176,7 +176,7 @@ def identify(gm: fx.GraphModule, context: CompileContext, inputs: Sequence[Any])
     sizes = [tuple(map(size_hint, each.shape)) if isinstance(each, torch.Tensor) else None for each in inputs]
     symbols = [size_hint(each) for each in inputs if isinstance(each, torch.SymInt)]
     beside = context.beside
-    among = (beside.last, beside.followed) if context.memory_budget is None else beside
+    among = (beside.last, beside.followed, beside.standing) if context.memory_budget is None else beside
     names = [unit.name for unit in context.units]
     gm.__dict__["vescale_identity"] = question(
         repr((sources(), context.cluster, context.state_bytes, among, names, sizes, symbols, checked_for_nan())),

@@ -250,7 +250,7 @@ def test_which_parameters_other_ranks_used_is_asked_behind_reductions_and_not_wa
 
 def left(gpu: Streams) -> arrivals.Arrival:
     """What a reduction on the current stream writes."""
-    arrival = arrivals.Arrival(0, memory(4), (torch.empty(8),), lambda: None, gpu.current)
+    arrival = arrivals.Arrival(0, (memory(4), torch.empty(8)), lambda: None, gpu.current)
     arrivals._arrivals[1] = arrival
     return arrival
 
@@ -271,13 +271,32 @@ def test_slots_of_the_last_backward_are_freed_when_its_gradients_are_read_on_its
     arrivals.forget()
 
 
+def test_where_freed_gradients_were_others_are_reduced_into_and_a_graph_on_another_stream_waits_for_both(
+    gpu: Streams,
+) -> None:
+    result = memory(4)
+    for name in ("first", "second"):
+        arrivals.leave(result, (torch.empty(8),), functools.partial(gpu.run, name))
+        arrivals.arrival_of(result).wait()
+    with gpu.create("another"):
+        arrivals.settle()
+    arrivals.forget()
+    assert gpu.log[1:] == [
+        "compute0: first",
+        "compute0: second",
+        "new another0",
+        "another0 waits for all of compute0 up to line 2",
+        "another0 waits for all of compute0 up to line 3",
+    ]
+
+
 def test_of_reductions_that_fail_the_first_is_raised_when_none_is_left() -> None:
     def fail(number: int) -> None:
         raise RuntimeError(f"reduction {number}")
 
     for number in range(3):
         finish = functools.partial(fail, number)
-        arrivals._arrivals[number] = arrivals.Arrival(number, torch.empty(1), (), finish, None)
+        arrivals._arrivals[number] = arrivals.Arrival(number, (torch.empty(1),), finish, None)
     with pytest.raises(RuntimeError, match="reduction 0"):
         arrivals.settle()
     assert not arrivals._arrivals

@@ -27,6 +27,7 @@ from vescale_compile.passes.summary import Summary
 from vescale_compile.report import GraphReport
 from vescale_compile.runtime import decisions
 from vescale_compile.runtime.agreement import agree_on_graph
+from vescale_compile.runtime.model import Beside
 
 pytestmark = pytest.mark.slow  # left out of `make test-fast`
 
@@ -195,6 +196,11 @@ def test_what_a_schedule_rests_on_is_part_of_what_is_looked_for(filled):
             assert ran == ALL
         with pytest.MonkeyPatch.context() as patch, passes() as ran:
             patch.setenv("TORCH_NCCL_NAN_CHECK", "1")  # slots lie elsewhere
+            run_small()
+        assert ran == ALL
+        with pytest.MonkeyPatch.context() as patch, passes() as ran:
+            frozen_tower = Beside(shards=1 << 20)
+            patch.setattr("vescale_compile.capture.beside", lambda *_, **__: frozen_tower)
             run_small()
         assert ran == ALL
         for same in ({}, {"cluster": models.SLOW_WIRE}):
