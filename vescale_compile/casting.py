@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
     """Casts every floating-point tensor in ``tree``, as torch.distributed.fsdp does at a unit's edge: also in
-    dataclasses and in subclasses of dict and list, which are leaves to PyTorch's trees. Trees and lists are copied,
-    dataclasses and subclasses of dict where something in them is cast."""
+    dataclasses and in subclasses of dict and list, which are leaves to PyTorch's trees. These, and a tree as a whole,
+    are passed as they are where nothing in them is cast."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            values = {field: cast_tensors(getattr(leaf, field.name), dtype) for field in dataclasses.fields(leaf)}
-            if all(value is getattr(leaf, field.name) for field, value in values.items()):
+            fields = {field: cast_tensors(getattr(leaf, field.name), dtype) for field in dataclasses.fields(leaf)}
+            if all(value is getattr(leaf, field.name) for field, value in fields.items()):
                 return leaf  # a configuration, say, which may not be easily made again
-            copied = dataclasses.replace(leaf, **{field.name: value for field, value in values.items() if field.init})
-            for field, value in values.items():
+            copied = dataclasses.replace(leaf, **{field.name: value for field, value in fields.items() if field.init})
+            for field, value in fields.items():
                 if not field.init:  # it would be what it is at first
                     object.__setattr__(copied, field.name, value)
             return copied
@@ -36,7 +36,11 @@ def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
                 filled[key] = value
             return filled
         if isinstance(leaf, list):
-            return type(leaf)([cast_tensors(value, dtype) for value in leaf])
+            values = [cast_tensors(value, dtype) for value in leaf]
+            same = all(value is own for value, own in zip(values, leaf, strict=True))
+            return leaf if same else type(leaf)(values)
         return leaf
 
-    return tree_map(cast, tree)
+    copied = tree_map(cast, tree)
+    same = all(new is own for new, own in zip(tree_leaves(copied), tree_leaves(tree), strict=True))
+    return tree if same else copied

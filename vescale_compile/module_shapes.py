@@ -21,7 +21,7 @@ def from_factory(path: str) -> nn.Module:
     """Calls ``package.module:factory`` without arguments, under the meta device.
 
     Raises:
-        ValueError: the path has no colon, nothing of that name is there, or it does not return a module.
+        ValueError: the path has no colon, nothing of that name is there, the call fails, or returns no module.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -30,8 +30,12 @@ def from_factory(path: str) -> nn.Module:
         factory = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{path!r}: {error}") from error
-    with torch.device("meta"):
-        model = factory()
+    try:
+        with torch.device("meta"):
+            model = factory()
+    except Exception as error:
+        how = "it is called without arguments, under the meta device"
+        raise ValueError(f"{path!r}: {type(error).__name__}: {error} ({how})") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{path!r} returned {type(model).__name__}; it must return an nn.Module")
     return model

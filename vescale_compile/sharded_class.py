@@ -100,7 +100,7 @@ def _sharded_class(
 
     It keeps the name of the original class: libraries decide by it.
     """
-    body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    body: dict[str, Any] = {name: property(_reader(name), _refusal_to_write(name)) for name in names}
     body["__module__"], body["__qualname__"] = original.__module__, original.__qualname__
     body["__doc__"] = original.__doc__
     called = {
@@ -243,3 +243,15 @@ def _reader(name: str) -> Callable[[ShardedModule], Any]:
 
     never_start_tracing_at(read)
     return read
+
+
+def _refusal_to_write(name: str) -> Callable[[ShardedModule, object], None]:
+    """Comes to be called where the parameter was taken out of the module before, as ``torch.nn.utils.prune`` does."""
+
+    def write(module: ShardedModule, value: object) -> None:
+        raise RuntimeError(
+            f"{module._vescale_access[name]} is sharded, and would be replaced by a plain attribute. Prune, normalize "
+            "or replace parameters before fully_shard"
+        )
+
+    return write

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import fake_world, on_ranks
 from torch import nn
+from torch.nn.utils import prune
 
 import vescale_compile as vc
 
@@ -108,6 +109,13 @@ def test_a_module_that_is_initialized_again_says_that_it_is_sharded() -> None:
         model = vc.fully_shard(Scaled(4))
         with pytest.raises(RuntimeError, match="'scale' is sharded, and would be replaced"):
             model.__init__(4)
+
+
+def test_to_prune_a_sharded_parameter_is_refused_by_name() -> None:
+    with fake_world(2):
+        model = vc.fully_shard(Scaled(4))
+        with pytest.raises(RuntimeError, match="'scale' is sharded, and would be replaced by a plain attribute"):
+            prune.identity(model, "scale")
 
 
 @on_ranks(2)

@@ -173,9 +173,16 @@ def test_inputs_and_outputs_are_cast_in_containers_of_the_program_s(contain, com
     assert type(out) is type(given)
 
 
-def test_a_dataclass_with_nothing_to_cast_stays_what_it_is():
-    batch = Batch(torch.ones(2, dtype=torch.int64))
-    assert cast_tensors((batch, 1), BF16)[0] is batch
+@pytest.mark.parametrize("contained", [torch.ones(2, dtype=torch.int64), ["a", {"b": (1, 2)}]], ids=["ids", "names"])
+@pytest.mark.parametrize("contain", [Batch, named, row])
+def test_what_has_nothing_to_cast_stays_what_it_is(contain, contained):
+    given = contain(contained)
+    assert cast_tensors((given, torch.ones(1)), BF16)[0] is given
+
+
+def test_arguments_of_which_none_is_cast_stay_what_they_are():
+    given = ([1], torch.ones(2, dtype=torch.int64))
+    assert cast_tensors(given, BF16) is given
 
 
 def test_what_a_dataclass_has_got_since_it_was_made_is_cast_too():

@@ -152,6 +152,7 @@ def test_draw_shows_the_buffers_of_a_unit(capsys: pytest.CaptureFixture[str]) ->
         (["--module", "json:no_such", "--world", "2"], "no attribute 'no_such'"),
         (["--module", "no_such_module:f", "--world", "2"], "No module named 'no_such_module'"),
         (["--module", "test_plan_command:not_a_module", "--world", "2"], "must return an nn.Module"),
+        (["--module", "torch.nn:Linear", "--world", "2"], "'in_features' and 'out_features' (it is called without"),
         (["--hf-config", "/nonexistent/config.json", "--world", "2"], "No such file"),
         (
             ["--model", "gpt-oss-120b", "--world", "2", "--draw", "x"],
