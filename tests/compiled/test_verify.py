@@ -299,6 +299,25 @@ def test_sharing_a_collective_with_a_launch_of_another_kind():
         graph.verify([graph.read(gathered), reduced], context(Part.BACKWARD, reduced=(0,)))
 
 
+def test_sharing_a_collective_with_a_launch_by_another_group():
+    graph = Graph()
+    first, second = (graph.buffer(unit=unit) for unit in range(2))
+    graph.launch_gather(first, with_next=True)
+    graph.launch_gather(second, group="1")
+    with pytest.raises(GraphError, match="shares a collective with the next launch, which is of another kind"):
+        graph.verify([], context(Part.FORWARD))
+
+
+def test_sharing_a_collective_with_a_launch_of_another_dtype():
+    graph = Graph()
+    first, second = (graph.buffer(unit=unit) for unit in range(2))
+    second.meta["val"] = second.meta["val"].bfloat16()
+    graph.launch_gather(first, with_next=True)
+    graph.launch_gather(second)
+    with pytest.raises(GraphError, match="shares a collective with the next launch, which is of another kind"):
+        graph.verify([], context(Part.FORWARD))
+
+
 def test_sharing_a_collective_with_a_launch_that_is_not_there():
     graph = Graph()
     buffer = graph.buffer()
