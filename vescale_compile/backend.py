@@ -126,7 +126,10 @@ def vescale(
 
 def _read(options: Mapping[str, Any] | None, mode: str | None) -> Options:
     if mode is not None:
-        raise ValueError(f"backend='vescale' has no mode {mode!r}: leave it out, and see options=")
+        raise ValueError(
+            f"backend='vescale' has no mode {mode!r}: leave it out, and see options=. What it would set for Inductor "
+            "can be set in torch._inductor.config"
+        )
     if torch._inductor.config.freezing and not torch.is_grad_enabled() and anything_sharded():
         raise ValueError(
             "backend='vescale' can't freeze parameters, of which a rank has a shard only: leave out "

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch._inductor.config
+
 from .cost import Cluster, Device
 from .quantities import bytes_in, share_in, size_text
 from .runtime.agreement import DEADLINE_S
@@ -108,5 +110,7 @@ def read_options(given: Mapping[str, Any] | None) -> Options:
     """Reads ``options=`` of ``torch.compile``; raises ValueError for a name that does not exist."""
     known = {field.name for field in dataclasses.fields(Options)}
     if unknown := sorted(set(given or ()) - known):
-        raise ValueError(f"unknown vescale options {unknown}: there are {', '.join(sorted(known))}")
+        inductor = ", ".join(name for name in unknown if hasattr(torch._inductor.config, name))
+        hint = f". Of Inductor's settings, set torch._inductor.config's: {inductor}" if inductor else ""
+        raise ValueError(f"unknown vescale options {unknown}: there are {', '.join(sorted(known))}{hint}")
     return Options(**(given or {}))

@@ -123,7 +123,6 @@ def fully_shard(
     _tie_to_sharded(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     ignored = ignored_in(ignored_params)
-    leave_alone(ignored)
     check_params(module, over, ignored)
     check_one_device(module, over, ignored)
 
@@ -147,6 +146,7 @@ def fully_shard(
     _name_buffers(module)
     note_dtypes(module)
     note_spread(module.parameters())
+    leave_alone(ignored)
     buffers = buffers_in(module)
     model = cast(ShardedModule, module)._vescale_model = Model(buffers, module)
     for buffer in buffers:

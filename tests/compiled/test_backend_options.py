@@ -15,8 +15,13 @@ def test_an_option_that_does_not_exist_is_refused():
         torch.compile(nn.Linear(2, 2), backend="vescale", options={"lowring": "eager"})(torch.ones(1, 2))
 
 
-def test_a_mode_is_refused():
-    with pytest.raises(Exception, match="no mode 'max-autotune'"):
+def test_an_option_of_inductors_is_refused_with_where_to_set_it():
+    with pytest.raises(Exception, match=r"set torch\._inductor\.config's: max_autotune"):
+        torch.compile(nn.Linear(2, 2), backend="vescale", options={"max_autotune": True})(torch.ones(1, 2))
+
+
+def test_a_mode_is_refused_with_where_to_set_what_it_sets():
+    with pytest.raises(Exception, match=r"no mode 'max-autotune'.*can be set in torch\._inductor\.config"):
         torch.compile(nn.Linear(2, 2), backend="vescale", mode="max-autotune")(torch.ones(1, 2))
 
 
