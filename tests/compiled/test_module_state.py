@@ -28,6 +28,19 @@ def test_state_dict_has_the_original_names_and_values():
     assert all(torch.equal(state[name].full_tensor(), value) for name, value in whole.state_dict().items())
 
 
+@on_ranks(2)
+def test_what_one_rank_has_is_loaded_tensor_by_tensor():
+    checkpoint = models.build(models.Uneven, 1).state_dict() if dist.get_rank() == 0 else None
+    model = vc.fully_shard(models.build(models.Uneven, 2))
+    for name, value in model.state_dict().items():
+        whole = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        if checkpoint is not None:
+            whole.copy_(checkpoint[name])
+        dist.broadcast(whole, 0)
+        model.load_state_dict({name: whole}, strict=False)
+    assert models.largest_difference(model, models.build(models.Uneven, 1)) == 0.0
+
+
 @on_ranks(3)
 def test_load_state_dict_takes_sharded_and_whole_tensors():
     source, whole = vc.fully_shard(models.build(models.Uneven, 1)), models.build(models.Uneven, 1)
