@@ -60,6 +60,8 @@ MIXES = {
     "where": lambda p: torch.where(torch.ones(4, 3, dtype=torch.bool), p, p),
     "masked_fill": lambda p: p.masked_fill(torch.ones(4, 3, dtype=torch.bool), 0),
     "mask assignment": lambda p: p.__setitem__(torch.ones(4, 3, dtype=torch.bool), 0),
+    "assignment by indices": lambda p: p.__setitem__(shard(torch.zeros(4, 3, dtype=torch.int64), LAYOUT), 0),
+    "assignment by a mask of columns": lambda p: p.__setitem__((slice(None), torch.ones(3, dtype=torch.bool)), 0),
     "another layout": lambda p: p + shard(torch.ones(4, 3), RaggedShard((0,), (2, 2))),
     "another shape": lambda p: p + shard(torch.ones(1, 3), RaggedShard((), (0, 1))),
     "foreach with plain": lambda p: torch._foreach_add([p], [torch.ones(4, 3)]),
