@@ -40,11 +40,19 @@ def backend_for(*kind: object, budget: int | None) -> tuple[Callable[..., object
 
 
 def sharded(
-    build: models.Model = models.deep, budget: int | None = None, whole: bool = False, **shard_options: object
+    build: models.Model = models.deep,
+    budget: int | None = None,
+    whole: bool = False,
+    kept: tuple[int, ...] = (),
+    **shard_options: object,
 ) -> tuple[nn.Module, list[GraphReport]]:
-    """A sharded model whose layers are compiled one by one, or the ``whole``, and the reports of their graphs."""
-    model = vc.fully_shard(models.build(build), **shard_options)
-    backend, graphs = backend_for(dist.group.WORLD, build, whole, *shard_options.items(), budget=budget)
+    """A sharded model whose layers are compiled one by one, or the ``whole``, and the reports of their graphs. If some
+    are ``kept`` for the backward, the others are not."""
+    model = models.build(build)
+    for i, layer in enumerate(model.layers if kept else ()):
+        vc.fully_shard(layer, reshard_after_forward=i not in kept)
+    vc.fully_shard(model, **shard_options)
+    backend, graphs = backend_for(dist.group.WORLD, build, whole, kept, *shard_options.items(), budget=budget)
     for module in [model] if whole else model.layers:
         module.compile(backend=backend, dynamic=False)
     return model, graphs
@@ -166,8 +174,8 @@ def test_so_does_each_of_a_backward_while_what_the_last_one_reduces_is_in_flight
     ]
 
 
-def trains_as_unsharded(build: models.Model, data: list[models.Batch], **shard_options: object) -> None:
-    model, _ = sharded(build, **shard_options)
+def trains_as_unsharded(build: models.Model, data: list[models.Batch], **options: object) -> None:
+    model, _ = sharded(build, **options)
     losses = models.train(model, model.parameters(), data)
     unsharded, reference = models.train_unsharded(build, data)
     assert losses == pytest.approx(reference, rel=1e-6)
@@ -220,6 +228,11 @@ def test_so_they_are_with_layers_that_run_again_or_are_of_two_kinds(build, lengt
 @on_ranks(2)
 def test_so_they_are_where_parameters_are_kept_for_the_backward():
     trains_as_unsharded(models.deep, data_of(12, 12, 11, 12), reshard_after_forward=False)
+
+
+@on_ranks(2)
+def test_so_they_are_where_a_graph_that_gathers_nothing_writes_to_slots_before_the_one_that_was_gathered_for():
+    trains_as_unsharded(TwoKinds, data_of(12, 12, 12, 12), kept=(1, 3))
 
 
 @on_ranks(4)
