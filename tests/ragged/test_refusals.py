@@ -7,7 +7,7 @@ import torch
 from cases import shard
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale_compile.ragged.dtensor import RaggedDTensor
@@ -57,6 +57,7 @@ MIXES = {
     "plain in place": lambda p: p.add_(torch.ones(4, 3)),
     "out is plain": lambda p: torch.add(p, p, out=torch.empty(4, 3)),
     "out has another layout": lambda p: torch.add(p, p, out=shard(torch.ones(4, 3), RaggedShard((0,), (2, 2)))),
+    "a number still to be reduced": lambda p: p * DTensor.from_local(torch.ones(()), p.device_mesh, [Partial()]),
     "where": lambda p: torch.where(torch.ones(4, 3, dtype=torch.bool), p, p),
     "masked_fill": lambda p: p.masked_fill(torch.ones(4, 3, dtype=torch.bool), 0),
     "mask assignment": lambda p: p.__setitem__(torch.ones(4, 3, dtype=torch.bool), 0),
