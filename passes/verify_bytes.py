@@ -8,7 +8,6 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from ..cost.collectives import REDUCE_SCATTER
 from ..quantities import least_text, size_text
 from ..runtime import ops
 from ..runtime.pool import pooled_bytes
@@ -16,7 +15,6 @@ from ..schemas import written_by
 from .context import (
     CompileContext,
     Copied,
-    Role,
     Use,
     buffer_of,
     comm_of,
@@ -54,11 +52,11 @@ def check_written(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: Compi
         for place in written_by(node) if comm is None else ():
             buffer = bases[place]
             if _is_gradients(buffer):
-                start, stop = _extent(place, buffer)
+                start, stop = _extent(place)
                 if not _accumulates(node):
                     _check_unwritten(start, stop, written[buffer], node, buffer, context)
                     written[buffer].add(start, stop)
-        if node.op == "output" or (comm is not None and comm.kind == REDUCE_SCATTER and comm.role is Role.LAUNCH):
+        if node.op == "output" or comm is not None:
             for buffer in dict.fromkeys(bases[arg] for arg in node.all_input_nodes):
                 if _is_gradients(buffer):
                     _check_covered(buffer, written[buffer], context)
@@ -82,12 +80,12 @@ class _Written:
         return at < len(self._starts) and self._starts[at] < stop
 
     def first_without(self, start: int, stop: int) -> int:
-        """The first of the elements that was not written; ``stop`` if there is none."""
+        """The first of the elements that was not written; none before ``stop`` if all were."""
         at = bisect_right(self._stops, start)
         while start < stop and at < len(self._starts) and self._starts[at] <= start:
             start = self._stops[at]
             at += 1
-        return min(start, stop)
+        return start
 
 
 def _check_unwritten(
@@ -110,11 +108,12 @@ def _is_gradients(buffer: fx.Node) -> bool:
     return mark is not None and mark.use is Use.GRADIENTS
 
 
-def _extent(place: fx.Node, buffer: fx.Node) -> tuple[int, int]:
-    """The elements of a buffer from the first to behind the last one of a place, which is dense."""
-    value, whole = value_of(place), value_of(buffer)
-    assert value is not None and whole is not None
-    start = int(value.storage_offset() - whole.storage_offset())
+def _extent(place: fx.Node) -> tuple[int, int]:
+    """The elements of a buffer, which is the beginning of its memory, from the first to behind the last one of a place,
+    which is dense."""
+    value = value_of(place)
+    assert value is not None
+    start = int(value.storage_offset())
     return start, start + int(value.numel())
 
 

@@ -1,14 +1,19 @@
 """The verifier on copies, slots and budgets: each way of breaking a graph is caught and named."""
 
-import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from handmade import WORLD, Graph, S, aten, context
+from torch import fx
 
-from vescale_compile.passes.context import Copied, GraphError, Part, Use
+from vescale_compile.passes.context import Copied, GraphError, Lowering, Part, Use
+from vescale_compile.passes.summary import Peak, Summary
 from vescale_compile.runtime import ops
+from vescale_compile.runtime.model import Beside
+from vescale_compile.runtime.pool import SlotSpec
 from vescale_compile.runtime.unshard import ParamView
 
 
@@ -41,28 +46,42 @@ def test_the_program_may_move_what_it_reads_but_no_pass_once_more():
                 graph.verify(outputs, forward)
 
 
-def verify_copy(mark: object) -> None:
+def verify_copy(mark: object = None, *, lowering: Lowering = Lowering.EAGER, read_elsewhere: bool = False) -> None:
     graph = Graph()
     computed = graph.call(aten.relu.default, graph.shards[1])
+    if read_elsewhere:
+        graph.read(computed)
     gradients = graph.buffer(Use.GRADIENTS)
     graph.call(aten.copy_.default, graph.call(aten.view.default, gradients, [WORLD * S]), computed, mark=mark)
-    graph.verify([graph.reduce(gradients)], context(Part.BACKWARD, reduced=(0,)))
+    graph.verify([graph.reduce(gradients)], replace(context(Part.BACKWARD, reduced=(0,)), lowering=lowering))
+
+
+NOT_COUNTED = r"a gradient of unit layers\.0 is copied into its place, and nothing counts"
 
 
 def test_a_gradient_that_is_copied_and_not_counted():
-    with pytest.raises(GraphError, match=r"a gradient of unit layers\.0 is copied into its place, and nothing counts"):
-        verify_copy(None)
+    with pytest.raises(GraphError, match=NOT_COUNTED):
+        verify_copy()
 
 
-def verify_places(*written: tuple[int, int], views: tuple[ParamView, ...]) -> None:
-    graph, backward = Graph(), context(Part.BACKWARD, reduced=(0,))
+def test_what_the_kernel_that_computes_a_gradient_stores_in_its_place_is_no_copy():
+    verify_copy(lowering=Lowering.INDUCTOR)
+
+
+def test_a_gradient_that_is_read_elsewhere_too_is_a_copy_where_it_belongs():
+    with pytest.raises(GraphError, match=NOT_COUNTED):
+        verify_copy(lowering=Lowering.INDUCTOR, read_elsewhere=True)
+
+
+def verify_places(*written: tuple[int, int], views: tuple[ParamView, ...], reduced: tuple[int, ...] = (0,)) -> None:
+    graph, backward = Graph(), context(Part.BACKWARD, reduced=reduced)
     backward = replace(backward, units=(replace(backward.units[0], views=views[:1], others=views[1:]),))
     gradients = graph.buffer(Use.GRADIENTS)
     for start, stop in written:
         place = graph.call(aten.slice.Tensor, gradients, 0, start, stop)
         place.meta["val"] = gradients.meta["val"][start:stop]
         graph.call(aten.fill_.Scalar, place, 0)
-    graph.verify([graph.reduce(gradients)], backward)
+    graph.verify([graph.reduce(gradients) if reduced else gradients], backward)
 
 
 PARAMETERS = (ParamView(0, (3,), True), ParamView(4, (2, 2), True))
@@ -72,6 +91,7 @@ def test_padding_need_not_be_written():
     verify_places((4, 8), (0, 3), views=PARAMETERS)
 
 
+@pytest.mark.parametrize("reduced", [(0,), ()], ids=["reduced", "returned"])
 @pytest.mark.parametrize(
     ("written", "missing"),
     [
@@ -81,9 +101,9 @@ def test_padding_need_not_be_written():
     ],
     ids=["none", "not its beginning", "not its end"],
 )
-def test_a_gradient_that_is_reduced_before_it_is_written_where_it_belongs(written, missing):
+def test_a_gradient_that_is_reduced_or_returned_before_it_is_written_where_it_belongs(written, missing, reduced):
     with pytest.raises(GraphError, match=rf"gradients of unit layers\.0 are reduced, or returned, {missing}"):
-        verify_places(*written, views=PARAMETERS)
+        verify_places(*written, views=PARAMETERS, reduced=reduced)
 
 
 def test_a_gradient_that_is_written_over_another():
@@ -91,20 +111,39 @@ def test_a_gradient_that_is_written_over_another():
         verify_places((0, 3), (4, 8), (2, 3), views=PARAMETERS)
 
 
+def add_product(graph: Graph, gradients: fx.Node) -> None:
+    factors = [graph.call(aten.view.default, shard, [2, 2]) for shard in graph.shards]
+    graph.call(ops.matmul_into, graph.call(aten.view.default, gradients, [2, 4]), *factors, True)
+
+
+def scatter(graph: Graph, gradients: fx.Node, accumulate: bool = True) -> None:
+    graph.call(aten.index_put_.default, gradients, [graph.shards[0]], graph.shards[1], accumulate)
+
+
+@pytest.mark.parametrize("add", [add_product, scatter])
 @pytest.mark.parametrize("written_before", [True, False])
-def test_a_gradient_is_only_added_to_what_was_written_before(written_before):
+def test_a_gradient_is_only_added_to_what_was_written_before(
+    written_before: bool, add: Callable[[Graph, fx.Node], None]
+):
     graph = Graph()
     gradients = graph.buffer(Use.GRADIENTS)
     if written_before:
         graph.write_gradient(gradients)
-    factors = [graph.call(aten.view.default, shard, [2, 2]) for shard in graph.shards]
-    graph.call(ops.matmul_into, graph.call(aten.view.default, gradients, [2, 4]), *factors, True)
+    add(graph, gradients)
     outputs = [graph.reduce(gradients)]
     if written_before:
         graph.verify(outputs, context(Part.BACKWARD, reduced=(0,)))
     else:
         with pytest.raises(GraphError, match="before element 0 of them is written"):
             graph.verify(outputs, context(Part.BACKWARD, reduced=(0,)))
+
+
+def test_rows_that_take_the_place_of_a_gradient_are_written_over_it():
+    graph = Graph()
+    gradients = graph.write_gradient(graph.buffer(Use.GRADIENTS))
+    scatter(graph, gradients, accumulate=False)
+    with pytest.raises(GraphError, match="is written where one was written before"):
+        graph.verify([graph.reduce(gradients)], context(Part.BACKWARD, reduced=(0,)))
 
 
 def test_a_copy_that_is_counted_is_right():
@@ -118,16 +157,30 @@ def test_a_buffer_that_is_longer_than_its_slot():
         graph.verify([graph.read(graph.gather(graph.buffer(slot=True)))], context(Part.FORWARD))
 
 
-def verify_within(budget: int) -> None:
-    graph = Graph()
-    outputs = [graph.read(graph.gather(graph.buffer()))]
-    graph.verify(outputs, replace(context(Part.FORWARD), memory_budget=budget))
+STANDING = 4 * 2 * S  # the shards
+PEAK = 4 * (3 * WORLD * S + S)  # what is gathered, and what reads it; a slot that nothing uses, and such a shard
+SLOT = SlotSpec(WORLD * S, torch.float32, torch.device("cpu"))
+FULLER = Summary(0, (), (), (), Peak("add", activations=900), 0, prediction=None)
 
 
-def test_a_graph_that_takes_more_than_the_budget():
-    with pytest.raises(GraphError, match=r"memory_budget is 1 B, but a step takes (\d+) B with its slots") as error:
-        verify_within(1)
-    taken = int(re.search(r"takes (\d+) B", str(error.value))[1])
-    verify_within(taken)
-    with pytest.raises(GraphError, match="but a step takes"):
-        verify_within(taken - 1)
+@pytest.mark.parametrize(
+    ("found", "taken"),
+    [
+        ({}, STANDING + PEAK),
+        ({"beside": Beside(gradients=50)}, STANDING + PEAK + 50),
+        ({"slots": {Part.BACKWARD: (SLOT,)}}, STANDING + PEAK + SLOT.nbytes),
+        ({"slots": {Part.BACKWARD: (SLOT,)}, "beside": Beside(one_of_many=True)}, STANDING + PEAK + 2 * SLOT.nbytes),
+        ({"summaries": {Part.BACKWARD: FULLER}}, STANDING + 900),
+    ],
+    ids=["graph", "beside", "slots", "turns", "another graph"],
+)
+def test_a_step_takes_the_fullest_moment_of_its_graphs_beside_slots_and_what_stands(found, taken):
+    for budget in (taken, taken - 1):
+        graph = Graph()
+        outputs = [graph.read(graph.gather(graph.buffer()))]
+        forward = replace(context(Part.FORWARD), memory_budget=budget, **found)
+        if budget == taken:
+            graph.verify(outputs, forward)
+        else:
+            with pytest.raises(GraphError, match=rf"memory_budget is {budget} B, but a step takes {taken} B with its"):
+                graph.verify(outputs, forward)
