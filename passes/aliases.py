@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ..schemas import is_functional_collective, is_view, viewed
+from ..schemas import is_view, viewed
 
 
 def base_of(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -44,9 +44,7 @@ def touched_by(node: fx.Node, bases: dict[fx.Node, fx.Node]) -> list[fx.Node]:
         return []
     arguments = node.all_input_nodes
     if node.target is torch.ops._c10d_functional.wait_tensor.default:
-        started = bases[arguments[0]]
-        if is_functional_collective(started.target):
-            arguments = [*arguments, *started.all_input_nodes]
+        arguments = [*arguments, *bases[arguments[0]].all_input_nodes]
     return list(dict.fromkeys(bases[argument] for argument in arguments))
 
 

@@ -70,14 +70,14 @@ def check_tenants(graph: fx.Graph) -> None:
                 continue
             if arg in written:
                 held.update(dict.fromkeys(sharing[slot], tenant))
-            elif held.get(slot) != tenant or (comm is None and slot in in_flight):
+            elif held.get(slot) != tenant or slot in in_flight:
                 raise GraphError(
                     f"{node.format_node()} reads {slot.name} where it does not hold what the program reads there: one "
                     f"of Inductor's passes has moved it. {_ADVICE}"
                 )
             if arg is sent_as_codes:
                 continue
-            if comm is not None and comm.role in (Role.LAUNCH, Role.CARRY):
+            if comm is not None and comm.role is Role.LAUNCH:
                 in_flight.add(slot)
             elif comm is not None:
                 in_flight.discard(slot)

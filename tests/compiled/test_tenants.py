@@ -128,6 +128,19 @@ def test_a_read_that_is_moved_behind_the_next_gather_is_refused(two_in_a_slot):
         check_tenants(graph.graph)
 
 
+def test_a_read_that_is_moved_though_its_view_is_a_new_one_is_refused(two_in_a_slot):
+    """Nothing says of what Inductor's passes insert which buffer it is of."""
+    graph, (first, second) = two_in_a_slot
+    view = first.all_input_nodes[0]
+    with graph.graph.inserting_after(view):
+        inserted = graph.graph.call_function(torch.ops.aten.view.default, (view, [2, 4]))
+    first.replace_input_with(view, inserted)
+    check_tenants(graph.graph)
+    second.append(first)
+    with pytest.raises(GraphError, match="reads slot where"):
+        check_tenants(graph.graph)
+
+
 def test_a_read_that_is_moved_before_the_wait_is_refused(two_in_a_slot):
     graph, (first, _) = two_in_a_slot
     view = first.all_input_nodes[0]
