@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..torch_internals.tracing import size_hint
-from .context import Buffer, CompileContext, Use, buffer_of, fail, is_allocation
+from .context import Buffer, CompileContext, buffer_of, fail, is_allocation
 from .edit import value_of
 
 
@@ -40,15 +40,12 @@ def _check_reach(node: fx.Node, source: fx.Node, buffer: fx.Node, mark: Buffer, 
     """Strides that a program gives stay in the parameter that they are given to. An offset is one in the whole slot,
     of which a buffer has the place that it is given when the graph runs."""
     held = context.named(mark)
-    if len(node.args) > 3 and node.args[3] is not None and not is_allocation(buffer):
+    if len(node.args) > 3 and not is_allocation(buffer):
         fail(context, node, f"a view of the {held} is at an offset from the beginning of what their slot is a part of")
-    unit, (begin, _), (start, stop) = context.units[mark.unit], _reach(source, buffer), _reach(node, buffer)
-    places = [_reach(buffer, buffer)]
-    if mark.use is Use.PARAMETERS:
-        size = buffer.meta["val"].itemsize
-        views = (*unit.views, *unit.others)
-        places = [(view.offset * size, (view.offset + view.numel) * size) for view in views]
-    if not any(first <= min(begin, start) and max(begin, stop) <= last for first, last in places):
+    (begin, end), (start, stop), size = _reach(source), _reach(node), buffer.meta["val"].itemsize
+    views = context.units[mark.unit].views
+    places = [(view.offset * size, (view.offset + view.numel) * size) for view in views]
+    if not any(first <= min(begin, start) and max(end, stop) <= last for first, last in places):
         fail(
             context,
             node,
@@ -56,11 +53,11 @@ def _check_reach(node: fx.Node, source: fx.Node, buffer: fx.Node, mark: Buffer, 
         )
 
 
-def _reach(node: fx.Node, buffer: fx.Node) -> tuple[int, int]:
-    """The bytes of a buffer from the first to behind the last one of a view."""
-    value, whole = value_of(node), value_of(buffer)
-    assert value is not None and whole is not None
-    offset = size_hint(value.storage_offset()) * value.itemsize - size_hint(whole.storage_offset()) * whole.itemsize
+def _reach(view: fx.Node) -> tuple[int, int]:
+    """The bytes of a buffer, which is the beginning of its memory, from the first to behind the last one of a view."""
+    value = value_of(view)
+    assert value is not None
+    offset = size_hint(value.storage_offset()) * value.itemsize
     steps = zip(value.shape, value.stride(), strict=True)
     span = 1 + sum((size_hint(size) - 1) * size_hint(stride) for size, stride in steps)
     return offset, offset + (span if size_hint(value.numel()) else 0) * value.itemsize

@@ -327,50 +327,6 @@ def test_sharing_a_collective_with_a_launch_that_is_not_there():
         graph.verify([graph.read(buffer)], context(Part.FORWARD))
 
 
-@pytest.mark.parametrize(
-    ("operator", "argument"),
-    [(aten._unsafe_view.default, [8]), (aten.unsafe_split.Tensor, 4), (aten.unsafe_split_with_sizes.default, [4, 4])],
-)
-def test_a_slot_given_away_while_a_view_is_read_that_no_schema_declares(operator, argument):
-    graph = Graph()
-    view = graph.call(operator, graph.gather(graph.buffer(unit=0, slot=True)), argument)
-    second = graph.gather(graph.buffer(unit=1, slot=True))
-    with pytest.raises(GraphError, match=r"reads the gathered parameters of unit layers\.0, whose memory holds"):
-        graph.verify([graph.read(view), graph.read(second)], context(Part.FORWARD))
-
-
-def test_a_result_in_gathered_memory_of_which_no_schema_tells():
-    graph = Graph()
-    parameters = graph.gather(graph.buffer())
-    result = graph.read(parameters)
-    result.meta["val"] = parameters.meta["val"]
-    with pytest.raises(GraphError, match=r"lies in memory of the gathered parameters of layers\.0.*relu"):
-        graph.verify([result], context(Part.FORWARD))
-
-
-@pytest.mark.parametrize(("size", "stride"), [([3, 2], [3, 1]), ([2], [8])])
-def test_strides_that_lead_out_of_the_parameter_that_they_are_given_to(size, stride):
-    graph = Graph()
-    parameters = graph.gather(graph.buffer())
-    row = graph.call(aten.slice.Tensor, parameters, 0, 2, 8)
-    row.meta["val"] = parameters.meta["val"][2:]
-    graph.call(aten.as_strided.default, row, [3, 2], [2, 1]).meta["val"] = row.meta["val"].as_strided((3, 2), (2, 1))
-    view = graph.call(aten.as_strided.default, row, size, stride)
-    view.meta["val"] = torch.empty(16)[2:].as_strided(size, stride)
-    with pytest.raises(
-        GraphError, match=r"gathered parameters of layers\.0 at byte 8 reaches .* into what is another's"
-    ):
-        graph.verify([graph.read(view)], context(Part.FORWARD))
-
-
-def test_a_view_at_an_offset_from_the_beginning_of_what_a_slot_is_a_part_of():
-    graph = Graph()
-    parameters = graph.gather(graph.buffer(slot=True))
-    view = graph.call(aten.as_strided.default, parameters, [2], [1], 2)
-    with pytest.raises(GraphError, match=r"gathered parameters of layers\.0 is at an offset from the beginning"):
-        graph.verify([graph.read(view)], context(Part.FORWARD))
-
-
 def test_a_collective_of_the_ranks_of_another_unit():
     graph = Graph()
     buffer = graph.buffer()
