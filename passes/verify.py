@@ -96,7 +96,7 @@ class _Execution:
         for node in graph.nodes:
             self.bases[node] = base_of(node, self.bases)
             comm = comm_of(node)
-            if comm is not None or node.op == "output":
+            if comm is not None:
                 self._check_shared(node)
             if node.op == "output":
                 self._check_kept(node)
@@ -113,8 +113,7 @@ class _Execution:
             if comm is not None and comm.role is Role.TAKE:
                 self._wait(node, comm)
         for buffer, state in self._holders(self.held):
-            carried = marked_buffer(buffer).carried and self.context.part is Part.FORWARD
-            if state is _State.IN_FLIGHT and not carried:
+            if state is _State.IN_FLIGHT and not marked_buffer(buffer).carried:
                 fail(self.context, buffer, f"the collective on the {self._name(buffer)} has no wait")
         return launches
 
@@ -130,10 +129,7 @@ class _Execution:
         self._check_own(node, comm, source, targets)
         if bool(marked_buffer(targets[0]).carried) is not (comm.role in (Role.CARRY, Role.TAKE)):
             fail(self.context, node, f"the {self._name(targets[0])} are carried over to the backward by one graph only")
-        if comm.kind == ALL_GATHER:
-            if source.op != "placeholder":
-                fail(self.context, node, "what is gathered is not the shard itself but was computed from it")
-        else:
+        if comm.kind == REDUCE_SCATTER:
             if buffer_of(source) is None:
                 fail(self.context, node, "what is reduced is not the buffer that gradients are written to")
             self._check_holds(source, node)
@@ -143,7 +139,7 @@ class _Execution:
                 targets.append(source)
         for target in targets:
             for holder, state in self._holders(self._sharing(target)):
-                if holder is not target and (marked_buffer(holder).carried or marked_buffer(target).carried):
+                if marked_buffer(holder).carried or marked_buffer(target).carried:
                     carried = "what is carried to the backward"
                     fail(self.context, node, f"the {self._name(target)} share a slot with {carried}")
                 if state in _FLYING:
@@ -157,10 +153,9 @@ class _Execution:
             mark = buffer_of(buffer)
             if mark is not None and mark.unit != comm.unit:
                 fail(self.context, node, f"the {self._name(buffer)} are in a collective of unit {name}")
-        if comm.kind == ALL_GATHER and source.op == "placeholder":
-            shard = self.context.sources.get(comm.unit)
-            if shard != source.name:
-                fail(self.context, node, f"unit {name} is gathered from {source.name}, and its shard is {shard}")
+        shard = self.context.sources.get(comm.unit)
+        if comm.kind == ALL_GATHER and shard != source.name:
+            fail(self.context, node, f"unit {name} is gathered from {source.name}, and its shard is {shard}")
 
     def _wait(self, node: fx.Node, comm: Comm) -> None:
         if comm.role is Role.LEAVE and self.context.part is not Part.BACKWARD:
@@ -210,7 +205,7 @@ class _Execution:
             fail(self.context, node, f"the {self._name(buffer)} are dequantized from another buffer than theirs")
         if dequantizes and holder is buffer and state is _State.READY:
             fail(self.context, node, f"the {self._name(buffer)} are dequantized a second time")
-        if holder is buffer and state in (*_FLYING, _State.SPENT):
+        if holder is buffer and state is _State.SPENT:
             fail(self.context, node, f"writes to the {self._name(buffer)}, whose reduction was launched before")
         for other, flying in self._holders(self._sharing(buffer)):
             if flying in _FLYING:
@@ -237,20 +232,18 @@ class _Execution:
 
     def _check_kept(self, output: fx.Node) -> None:
         """Nothing kept for the backward is memory that a resharded unit was gathered into."""
-        outputs = output.args[0]
-        if self.context.part is not Part.FORWARD or not isinstance(outputs, list | tuple):
+        outputs: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        if self.context.part is not Part.FORWARD:
             return
         for kept in outputs[self.context.results :]:
             mark = buffer_of(self.bases[kept]) if isinstance(kept, fx.Node) else None
-            if mark is None or mark.use not in (Use.PARAMETERS, Use.PACKED):
-                continue
-            if self.context.reshards(mark.unit):
+            if mark is not None and mark.use is Use.PARAMETERS and self.context.reshards(mark.unit):
                 name = self.context.units[mark.unit].name
                 fail(self.context, output, f"unit {name} is resharded after forward, but its parameters are kept")
 
     def _check_returned(self, output: fx.Node) -> None:
         """Each unit's reduced gradient is returned where the program has that of its shard."""
-        outputs: tuple[Any, ...] = output.args[0]  # type: ignore[assignment]
+        outputs: Sequence[Any] = output.args[0]  # type: ignore[assignment]
         for place, unit in self.context.returned.items():
             result = outputs[place]
             mark = buffer_of(self.bases[uncast(result)]) if isinstance(result, fx.Node) else None
@@ -289,10 +282,11 @@ class _Execution:
 
 def _check_counts(launches: list[tuple[fx.Node, Comm]], part: Part, context: CompileContext) -> None:
     counts = Counter((comm.kind, comm.unit) for _, comm in launches if comm.role is not Role.CARRY)
-    over = {Part.FORWARD: Role.CARRY, Part.BACKWARD: Role.TAKE}.get(part)
-    crossing = Counter(comm.unit for _, comm in launches if comm.role is over)
-    if over is not None and crossing != Counter(context.carried):
-        fail(context, None, f"{part.value}: gathers of units {sorted(crossing)} cross, not {sorted(context.carried)}")
+    crossing = sorted(f"{comm.role.value} {comm.unit}" for _, comm in launches if comm.role is not Role.LAUNCH)
+    over = Role.CARRY if part is Part.FORWARD else Role.TAKE
+    carried = sorted(f"{over.value} {unit}" for unit in context.carried)
+    if crossing != carried:
+        fail(context, None, f"{part.value}: the gathers that cross are {crossing}, not {carried}")
     for ordinal, unit in enumerate(context.units):
         gathers = counts[ALL_GATHER, ordinal]
         if gathers > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..cost.collectives import ALL_GATHER
 from .context import Comm, CompileContext, Use, buffer_of, comm_of, fail, is_allocation
 
 
@@ -29,11 +28,10 @@ def _check_addressed(node: fx.Node, comm: Comm, context: CompileContext) -> None
 
 def _check_whole(node: fx.Node, comm: Comm, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
     """What is gathered and what is reduced is a whole unit."""
-    unit = context.units[comm.unit]
-    whole = Use.PARAMETERS if comm.kind == ALL_GATHER else Use.GRADIENTS
+    unit, whole = context.units[comm.unit], (Use.PARAMETERS, Use.GRADIENTS)
     for buffer in (bases[arg] for arg in node.all_input_nodes):
         mark = buffer_of(buffer)
-        if mark is not None and mark.use is whole and buffer.meta["val"].numel() != unit.numel:
+        if mark is not None and mark.use in whole and buffer.meta["val"].numel() != unit.numel:
             found = buffer.meta["val"].numel()
             fail(context, node, f"the {context.named(mark)} have {found} elements, and the unit has {unit.numel}")
 

@@ -127,22 +127,30 @@ class Graph:
         self.call(aten.fill_.Scalar, buffer, 1)
         return buffer
 
-    def reduce(self, buffer: fx.Node, unit: int | None = None) -> fx.Node:
+    def launch_reduction_of(
+        self, gradients: fx.Node, unit: int | None = None, replicas: str = "", **options: bool
+    ) -> list[fx.Node]:
+        """Returns the gradients, where the result will be, and scratch."""
         if unit is None:
-            unit = buffer.meta["vescale"].unit if "vescale" in buffer.meta else 0
-        shard, scratch = self.buffer(Use.REDUCED, unit), self.buffer(Use.SCRATCH, unit)
-        launch, wait = (Comm(REDUCE_SCATTER, role, unit) for role in (Role.LAUNCH, Role.WAIT))
-        self.call(ops.start_reduce_scatter, buffer, shard, scratch, unit, "0", "", mark=launch)
-        self.call(ops.wait_reduce_scatter, buffer, shard, scratch, unit, mark=wait)
-        return shard
+            unit = gradients.meta["vescale"].unit if "vescale" in gradients.meta else 0
+        buffers = [gradients, self.buffer(Use.REDUCED, unit), self.buffer(Use.SCRATCH, unit)]
+        mark = Comm(REDUCE_SCATTER, Role.LAUNCH, unit)
+        self.call(ops.start_reduce_scatter, *buffers, unit, "0", replicas, mark=mark, **options)
+        return buffers
+
+    def wait_reduction_of(self, buffers: list[fx.Node]) -> fx.Node:
+        unit = buffers[1].meta["vescale"].unit
+        self.call(ops.wait_reduce_scatter, *buffers, unit, mark=Comm(REDUCE_SCATTER, Role.WAIT, unit))
+        return buffers[1]
+
+    def reduce(self, gradients: fx.Node, unit: int | None = None) -> fx.Node:
+        return self.wait_reduction_of(self.launch_reduction_of(gradients, unit))
 
     def leave_reduction(self, gradients: fx.Node) -> fx.Node:
         """Launched, and left in flight; returns where the result will be."""
-        shard, scratch = self.buffer(Use.REDUCED), self.buffer(Use.SCRATCH)
-        launch, left = (Comm(REDUCE_SCATTER, role, 0) for role in (Role.LAUNCH, Role.LEAVE))
-        self.call(ops.start_reduce_scatter, gradients, shard, scratch, 0, "0", "", mark=launch)
-        self.call(leaving.leave_reduce_scatter, gradients, shard, scratch, 0, mark=left)
-        return shard
+        buffers = self.launch_reduction_of(gradients)
+        self.call(leaving.leave_reduce_scatter, *buffers, 0, mark=Comm(REDUCE_SCATTER, Role.LEAVE, 0))
+        return buffers[1]
 
     def read(self, node: fx.Node) -> fx.Node:
         return self.call(aten.relu.default, node)

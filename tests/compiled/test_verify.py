@@ -1,5 +1,7 @@
 """The verifier on gathers, slots and the order of collectives: each way of breaking a graph is caught and named."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,9 @@ from ranks import on_ranks
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_compile.passes.context import GraphError, Part, Role, Use
+from vescale_compile.cost.collectives import ALL_GATHER
+from vescale_compile.passes.context import Comm, GraphError, Part, Role, Use
+from vescale_compile.runtime import ops
 from vescale_compile.runtime.agreement import RanksDisagree, agree
 
 
@@ -70,7 +74,7 @@ def test_gathering_something_computed_from_the_shard():
     buffer = graph.buffer()
     graph.launch_gather(buffer, graph.call(aten.clone.default, graph.shards[0]))
     graph.wait_gather(buffer)
-    with pytest.raises(GraphError, match="not the shard itself but was computed from it"):
+    with pytest.raises(GraphError, match=r"unit layers\.0 is gathered from clone_default, and its shard is shard_0"):
         graph.verify([graph.read(buffer)], context(Part.FORWARD))
 
 
@@ -222,6 +226,12 @@ def test_keeping_them_is_right_where_the_unit_does_not_reshard():
     graph.verify([view], context(Part.FORWARD, reshard=False))
 
 
+@pytest.mark.parametrize(("part", "results"), [(Part.FORWARD, 1), (Part.INFERENCE, 0)])
+def test_a_program_may_return_the_parameters_of_a_unit_that_reshards(part, results):
+    graph = Graph()
+    graph.verify([graph.gather(graph.buffer())], replace(context(part), results=results))
+
+
 def test_a_gather_may_be_in_flight_when_the_forward_ends_if_it_is_carried_over():
     graph = Graph()
     graph.cross(Role.CARRY, graph.buffer(slot=True, carried=True))
@@ -243,20 +253,44 @@ def test_reading_what_is_carried_over_before_it_was_taken():
         graph.verify([early], context(Part.BACKWARD, carried=(0,)))
 
 
-@pytest.mark.parametrize(("part", "role"), [(Part.FORWARD, Role.CARRY), (Part.BACKWARD, Role.TAKE)])
-def test_a_slot_of_what_is_carried_over_holds_nothing_else(part, role):
+@pytest.mark.parametrize(
+    ("part", "role", "first"),
+    [(Part.FORWARD, Role.CARRY, False), (Part.BACKWARD, Role.TAKE, False), (Part.BACKWARD, Role.TAKE, True)],
+)
+def test_a_slot_of_what_is_carried_over_holds_nothing_else(part, role, first):
     graph = Graph()
+    crossing = graph.buffer(slot=True, carried=True)
+    if first:
+        graph.cross(role, crossing)
     read = graph.read(graph.gather(graph.buffer(unit=1, slot=True)))
-    graph.cross(role, graph.buffer(slot=True, carried=True))
+    if not first:
+        graph.cross(role, crossing)
     with pytest.raises(GraphError, match="share a slot with what is carried to the backward"):
         graph.verify([read], context(part, carried=(0,)))
 
 
-@pytest.mark.parametrize("part", [Part.FORWARD, Part.BACKWARD])
-def test_a_gather_that_only_one_of_the_graphs_carries_over(part):
+@pytest.mark.parametrize(("part", "role"), [(Part.FORWARD, Role.CARRY), (Part.BACKWARD, Role.TAKE)])
+def test_a_gather_that_only_one_of_the_graphs_carries_over(part, role):
     graph = Graph()
-    with pytest.raises(GraphError, match=rf"{part.value}: gathers of units \[\] cross, not \[0\]"):
+    with pytest.raises(GraphError, match=rf"{part.value}: the gathers that cross are \[\], not \['{role.value} 0'\]"):
         graph.verify([graph.shards[0]], context(part, carried=(0,)))
+
+
+def test_carrying_over_a_unit_twice():
+    graph = Graph()
+    for _ in range(2):
+        graph.cross(Role.CARRY, graph.buffer(carried=True))
+    with pytest.raises(GraphError, match=r"the gathers that cross are \['carry 0', 'carry 0'\], not \['carry 0'\]"):
+        graph.verify([graph.shards[0]], context(Part.FORWARD, carried=(0,)))
+
+
+@pytest.mark.parametrize("role", [Role.CARRY, Role.TAKE])
+@pytest.mark.parametrize("part", Part)
+def test_a_gather_that_crosses_though_none_was_to(part, role):
+    graph = Graph()
+    graph.cross(role, graph.buffer(carried=True))
+    with pytest.raises(GraphError, match=rf"{part.value}: the gathers that cross are \['{role.value} 0'\], not \[\]"):
+        graph.verify([graph.shards[0]], context(part))
 
 
 def test_carrying_over_into_memory_that_is_not_set_apart():
@@ -333,6 +367,15 @@ def test_a_collective_of_the_ranks_of_another_unit():
     graph.launch_gather(buffer, group="1")
     graph.wait_gather(buffer)
     with pytest.raises(GraphError, match=r"marked as of unit layers\.0 is of group '1', not '0'"):
+        graph.verify([graph.read(buffer)], context(Part.FORWARD))
+
+
+def test_a_wait_that_names_another_unit_than_it_is_marked_as_of():
+    graph = Graph()
+    buffer = graph.buffer()
+    graph.launch_gather(buffer)
+    graph.call(ops.wait_all_gather, buffer, 1, mark=Comm(ALL_GATHER, Role.WAIT, 0))
+    with pytest.raises(GraphError, match=r"marked as of unit layers\.0 is of unit 1, not 0"):
         graph.verify([graph.read(buffer)], context(Part.FORWARD))
 
 

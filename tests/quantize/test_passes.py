@@ -247,13 +247,11 @@ def test_dequantizing_twice():
         graph.verify([graph.read(full)], context(Part.FORWARD))
 
 
-def test_dequantizing_what_another_unit_gathered():
+@pytest.mark.parametrize(("use", "unit"), [(Use.PACKED, 1), (Use.PARAMETERS, 0)])
+def test_dequantizing_what_another_unit_gathered_or_what_are_no_codes(use, unit):
     graph = QuantizedGraph()
-    packed = graph.buffer(Use.PACKED)
-    graph.launch(packed)
-    graph.wait_gather(packed)
-    full = graph.dequantize(packed, graph.buffer(unit=1))
-    with pytest.raises(GraphError, match=r"parameters of unit layers\.1 are dequantized from another buffer"):
+    full = graph.dequantize(graph.gather(graph.buffer(use)), graph.buffer(unit=unit))
+    with pytest.raises(GraphError, match=rf"parameters of unit layers\.{unit} are dequantized from another buffer"):
         graph.verify([graph.read(full)], context(Part.FORWARD))
 
 
