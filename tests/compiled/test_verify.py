@@ -147,12 +147,14 @@ def test_units_may_follow_one_another_in_slots_that_have_memory_in_common(overla
     graph.verify([graph.read(graph.gather(buffer)) for buffer in buffers], context(Part.FORWARD))
 
 
-def test_parameters_that_are_read_when_a_part_of_their_memory_holds_others(overlapping):
-    graph, (first, second) = overlapping
-    graph.gather(first)
-    graph.gather(second)
-    with pytest.raises(GraphError, match=r"layers\.0, whose memory holds the gathered parameters of unit layers\.1"):
-        graph.verify([graph.read(first)], context(Part.FORWARD))
+@pytest.mark.parametrize("overwritten", [0, 1])
+def test_parameters_that_are_read_when_a_part_of_their_memory_holds_others(overlapping, overwritten):
+    graph, buffers = overlapping
+    for buffer in (buffers[overwritten], buffers[1 - overwritten]):
+        graph.gather(buffer)
+    message = rf"layers\.{overwritten}, whose memory holds the gathered parameters of unit layers\.{1 - overwritten}"
+    with pytest.raises(GraphError, match=message):
+        graph.verify([graph.read(buffers[overwritten])], context(Part.FORWARD))
 
 
 def test_a_gather_into_memory_of_which_a_part_is_in_flight(overlapping):
