@@ -16,7 +16,7 @@ from torch import fx
 from ..cost.collectives import REDUCE_SCATTER
 from ..runtime import leaving, ops, quantized_ops
 from ..schemas import is_view
-from .context import Buffer, CompileContext, Part, Role, Use, buffer_of, comm_of, marked_buffer
+from .context import Buffer, CompileContext, Role, Use, buffer_of, comm_of, marked_buffer
 from .edit import allocate, call
 from .moves import CASTS
 
@@ -27,7 +27,7 @@ _LEFT = {
 
 
 def leave(gm: fx.GraphModule, context: CompileContext) -> None:
-    if context.part is not Part.BACKWARD or torch._inductor.config.nan_asserts:
+    if torch._inductor.config.nan_asserts:
         return
     for wait in _last_waits(gm.graph):
         mark = comm_of(wait)
@@ -42,7 +42,7 @@ def leave(gm: fx.GraphModule, context: CompileContext) -> None:
 
 
 def _last_waits(graph: fx.Graph) -> list[fx.Node]:
-    """The waits for reductions behind the last computation and the last launch, in order."""
+    """The waits for reductions behind the last computation and the last launch, the last first."""
     found: list[fx.Node] = []
     for node in reversed(graph.nodes):
         if node.op == "output" or is_view(node) or buffer_of(node) is not None or _casts_reduced(node):
@@ -51,7 +51,7 @@ def _last_waits(graph: fx.Graph) -> list[fx.Node]:
         if mark is None or mark.kind != REDUCE_SCATTER or mark.role is not Role.WAIT:
             break
         found.append(node)
-    return found[::-1]
+    return found
 
 
 def _casts_reduced(node: fx.Node) -> bool:

@@ -7,18 +7,22 @@ import gc
 import io
 import os
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import models
 import pytest
 import torch
 import torch.distributed as dist
+from handmade import Graph, context
 from ranks import fake_world, on_ranks
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import vescale_compile as vc
-from vescale_compile.passes.context import Part
+from vescale_compile.passes.context import Part, Role, Use, comm_of
+from vescale_compile.passes.leave import leave
 from vescale_compile.passes.summary import Direction, Kind
 from vescale_compile.ragged.arriving import ArrivingDTensor
 from vescale_compile.runtime import arrivals
@@ -181,6 +185,17 @@ def test_reductions_whose_wait_communicates_are_waited_for_in_the_backward():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         schedule = backward_of(mesh=mesh).schedule
     assert not any(event.startswith("leave") for event in schedule)
+
+
+def test_a_wait_that_communicates_keeps_no_other_from_being_left():
+    graph, backward = Graph(), context(Part.BACKWARD, reduced=(0, 1))
+    over_replicas = replace(backward.units[1], comm=backward.units[1].comm._replace(replicas="1"))
+    backward = replace(backward, units=(backward.units[0], over_replicas))
+    started = [graph.launch_reduction_of(graph.write_gradient(graph.buffer(Use.GRADIENTS, unit))) for unit in range(2)]
+    graph.graph.output(tuple(map(graph.wait_reduction_of, started)))
+    leave(fx.GraphModule({}, graph.graph), backward)
+    roles = [mark.role for node in graph.graph.nodes if (mark := comm_of(node)) is not None]
+    assert roles == [Role.LAUNCH, Role.LAUNCH, Role.LEAVE, Role.WAIT]
 
 
 @on_ranks(2)
