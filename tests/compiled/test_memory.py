@@ -22,8 +22,8 @@ VALUE = 4 * WORLD * S  # bytes of each value; of a shard half as many
 def test_a_value_that_meets_a_product_of_itself_is_memory_unless_it_is_computed_from_what_stays(stays, taken):
     """As the stream of residuals is, where no backward keeps it: products between are in memory, and it beside them."""
     graph = Graph()
-    start = graph.shards[0] if stays else graph.call(aten.mm.default, *graph.shards)
-    stream = graph.call(aten.add.Tensor, start, start)
+    starts = graph.shards if stays else [graph.call(aten.mm.default, *graph.shards) for _ in range(2)]
+    stream = graph.call(aten.add.Tensor, *starts)
     first = graph.call(aten.mm.default, graph.call(aten.mul.Tensor, stream, 2), graph.shards[1])
     second = graph.call(aten.mm.default, first, graph.shards[1])
     graph.graph.output((graph.call(aten.add.Tensor, stream, second),))
@@ -54,13 +54,13 @@ def test_what_generated_code_writes_a_part_of_is_memory_although_generated_code_
 LARGE = 100 * VALUE  # bytes, beside which shards and slots are nothing
 
 
-def peak_of_a_backward(*donated: str) -> Peak:
-    """Of one that computes from a large input what a product reads."""
+def peak_of_a_backward(*donated: str, dtype: torch.dtype = torch.float32) -> Peak:
+    """Of one that computes from a large input what a product reads, in the end in this dtype."""
     graph = Graph()
     value = graph.placeholder("given", LARGE // 4)
-    for operator in (aten.neg.default, aten.exp.default):
+    for operator, computed in ((aten.neg.default, torch.float32), (aten.exp.default, dtype)):
         value = graph.call(operator, value)
-        value.meta["val"] = torch.empty(LARGE // 4)
+        value.meta["val"] = torch.empty(LARGE // 4, dtype=computed)
     graph.graph.output((graph.call(aten.mm.default, value, graph.shards[0]),))
     chain = replace(context(Part.BACKWARD), lowering=Lowering.INDUCTOR, donated=frozenset(donated))
     return GraphMemory(graph.graph, chain, Part.BACKWARD).peak()
@@ -72,6 +72,21 @@ def test_a_kernel_reads_what_it_begins_with_while_it_stores_what_it_ends_with():
 
 def test_what_a_kernel_stores_takes_the_place_of_what_the_forward_kept_for_it_alone():
     assert peak_of_a_backward("given").nbytes // LARGE == 1
+
+
+def test_it_takes_no_place_of_another_size():
+    assert peak_of_a_backward("given", dtype=torch.bfloat16).nbytes // (LARGE // 2) == 3
+
+
+def test_what_it_reduces_it_has_read_before_it_stores():
+    graph = Graph()
+    total = graph.call(aten.sum.default, graph.placeholder("given", LARGE // 4))
+    beside = graph.call(aten.mm.default, *graph.shards)
+    beside.meta["val"] = torch.empty(LARGE // 4)
+    products = [graph.call(aten.mm.default, each, graph.shards[0]) for each in (graph.read(total), beside)]
+    graph.graph.output(tuple(products))
+    backward = replace(context(Part.BACKWARD), lowering=Lowering.INDUCTOR)
+    assert GraphMemory(graph.graph, backward, Part.BACKWARD).peak().nbytes // LARGE == 1
 
 
 def test_the_largest_values_of_the_fullest_moment_are_named():
