@@ -1,5 +1,6 @@
 """What a final graph needs in memory while it runs, from its order alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from handmade import WORLD, Graph, S, aten, context
 from kernels import allocated_by
 from ranks import fake_world
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import vescale_compile as vc
@@ -18,12 +19,12 @@ from vescale_compile.passes.summary import Peak
 VALUE = 4 * WORLD * S  # bytes of each value; of a shard half as many
 
 
-@pytest.mark.parametrize(("stays", "taken"), [(False, 3), (True, 2)])
-def test_a_value_that_meets_a_product_of_itself_is_memory_unless_it_is_computed_from_what_stays(stays, taken):
+@pytest.mark.parametrize(("stay", "taken"), [(0, 3), (1, 3), (2, 2)])
+def test_a_value_that_meets_a_product_of_itself_is_memory_unless_all_stays_that_it_is_computed_from(stay, taken):
     """As the stream of residuals is, where no backward keeps it: products between are in memory, and it beside them."""
     graph = Graph()
-    starts = graph.shards if stays else [graph.call(aten.mm.default, *graph.shards) for _ in range(2)]
-    stream = graph.call(aten.add.Tensor, *starts)
+    products = [graph.call(aten.mm.default, *graph.shards) for _ in range(2 - stay)]
+    stream = graph.call(aten.add.Tensor, *products, *graph.shards[:stay])
     first = graph.call(aten.mm.default, graph.call(aten.mul.Tensor, stream, 2), graph.shards[1])
     second = graph.call(aten.mm.default, first, graph.shards[1])
     graph.graph.output((graph.call(aten.add.Tensor, stream, second),))
@@ -42,6 +43,14 @@ def test_a_value_that_is_read_before_and_behind_a_product_of_something_else_is_n
     assert peak.nbytes == VALUE // 2 * 2 + VALUE + 3 * VALUE  # the three results
 
 
+def test_a_value_that_meets_what_generated_code_has_made_of_it_is_none():
+    graph = Graph()
+    value = graph.call(aten.add.Tensor, graph.call(aten.mm.default, *graph.shards), 1)
+    graph.graph.output((graph.call(aten.mul.Tensor, value, graph.read(graph.read(value))),))
+    peak = GraphMemory(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR), Part.FORWARD).peak()
+    assert peak.nbytes == VALUE // 2 * 2 + VALUE + VALUE  # the result takes the place of the product
+
+
 @pytest.mark.parametrize(("operator", "taken"), [(aten.select_scatter.default, 1), (aten.diagonal_scatter.default, 2)])
 def test_what_generated_code_writes_a_part_of_is_memory_although_generated_code_alone_reads_it(operator, taken):
     graph = Graph()
@@ -54,15 +63,20 @@ def test_what_generated_code_writes_a_part_of_is_memory_although_generated_code_
 LARGE = 100 * VALUE  # bytes, beside which shards and slots are nothing
 
 
-def peak_of_a_backward(*donated: str, dtype: torch.dtype = torch.float32) -> Peak:
-    """Of one that computes from a large input what a product reads, in the end in this dtype."""
+def peak_of_a_backward(
+    *donated: str,
+    first: Callable[[Graph, fx.Node], fx.Node] = Graph.read,
+    dtype: torch.dtype = torch.float32,
+    lowering: Lowering = Lowering.INDUCTOR,
+) -> Peak:
+    """Of one that computes from a large input, by two operators, what a product reads, in the end in this dtype."""
     graph = Graph()
-    value = graph.placeholder("given", LARGE // 4)
-    for operator, computed in ((aten.neg.default, torch.float32), (aten.exp.default, dtype)):
-        value = graph.call(operator, value)
-        value.meta["val"] = torch.empty(LARGE // 4, dtype=computed)
+    between = first(graph, graph.placeholder("given", LARGE // 4))
+    between.meta["val"] = torch.empty(LARGE // 4)
+    value = graph.call(aten.exp.default, between)
+    value.meta["val"] = torch.empty(LARGE // 4, dtype=dtype)
     graph.graph.output((graph.call(aten.mm.default, value, graph.shards[0]),))
-    chain = replace(context(Part.BACKWARD), lowering=Lowering.INDUCTOR, donated=frozenset(donated))
+    chain = replace(context(Part.BACKWARD), lowering=lowering, donated=frozenset(donated))
     return GraphMemory(graph.graph, chain, Part.BACKWARD).peak()
 
 
@@ -72,6 +86,17 @@ def test_a_kernel_reads_what_it_begins_with_while_it_stores_what_it_ends_with():
 
 def test_what_a_kernel_stores_takes_the_place_of_what_the_forward_kept_for_it_alone():
     assert peak_of_a_backward("given").nbytes // LARGE == 1
+
+
+def test_it_takes_no_place_of_what_is_not_read_element_by_element():
+    def turned(graph: Graph, value: fx.Node) -> fx.Node:
+        return graph.call(torch.ops.prims.rev.default, value, [0])
+
+    assert peak_of_a_backward("given", first=turned).nbytes // LARGE == 2
+
+
+def test_an_operator_of_a_library_stores_beside_what_it_reads():
+    assert peak_of_a_backward("given", lowering=Lowering.EAGER).nbytes // LARGE == 2
 
 
 def test_it_takes_no_place_of_another_size():
