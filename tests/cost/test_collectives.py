@@ -10,11 +10,13 @@ from vescale_compile.cost import (
     Cluster,
     Link,
     MeasuredCollective,
+    averaged_over_replicas,
     collective_cost,
     device,
     gpu_cluster,
     wire_cluster,
 )
+from vescale_compile.cost.collectives import ALL_REDUCE, REDUCE_SCATTER
 from vescale_compile.planner.models import published
 
 
@@ -51,6 +53,31 @@ def test_small_all_reduces_over_many_nodes_go_by_trees() -> None:
     wide = cluster(1024, 1)
     assert collective_cost(wide, "all_reduce", 10).algorithm == "tree"
     assert collective_cost(wide, "all_reduce", 10).latency == 3 + 2 * math.log2(1024) * 2
+
+
+def test_a_tree_sends_everything_up_and_down_both_classes_of_links_at_once() -> None:
+    cost = collective_cost(cluster(8, 4), "all_reduce", 10)
+    assert (cost.algorithm, cost.latency) == ("tree", 3 + 2 * 3 * 1 + 2 * 1 * 2)
+    assert cost.wire_time == max(2 * 10 / 50, 2 * 10 / 4 / 10)
+
+
+def averaged(shards: Cluster, *, beside: bool) -> tuple[float, float]:
+    """Seconds of a reduction that is averaged over two nodes, and those on other links afterwards, in averages."""
+    replicas = cluster(2, 1)
+    reduction, average = (
+        collective_cost(*each) for each in ((shards, REDUCE_SCATTER, 800), (replicas, ALL_REDUCE, 200))
+    )
+    cost, then = averaged_over_replicas(reduction, shards, replicas, 200, beside=beside)
+    return (cost.seconds - reduction.seconds) / average.seconds, then.seconds / average.seconds
+
+
+def test_an_average_over_replicas_follows_on_other_links_where_reductions_are_within_nodes() -> None:
+    assert averaged(cluster(4, 4), beside=True) == (0, 1)
+
+
+@pytest.mark.parametrize(("ranks", "beside"), [(4, False), (8, True)])
+def test_elsewhere_it_takes_the_links_of_the_reduction(ranks: int, beside: bool) -> None:
+    assert averaged(cluster(ranks, 4), beside=beside) == (pytest.approx(1), 0)
 
 
 def test_a_large_all_reduce_takes_as_long_as_a_reduce_scatter_and_a_gather() -> None:
