@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from .context import Comm, CompileContext, Use, buffer_of, comm_of, fail, is_allocation
+from .edit import numel_of
 
 
 def check_ends(graph: fx.Graph, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
@@ -28,12 +29,12 @@ def _check_addressed(node: fx.Node, comm: Comm, context: CompileContext) -> None
 
 def _check_whole(node: fx.Node, comm: Comm, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:
     """What is gathered and what is reduced is a whole unit."""
-    unit, whole = context.units[comm.unit], (Use.PARAMETERS, Use.GRADIENTS)
+    unit = context.units[comm.unit]
     for buffer in (bases[arg] for arg in node.all_input_nodes):
         mark = buffer_of(buffer)
-        if mark is not None and mark.use in whole and buffer.meta["val"].numel() != unit.numel:
-            found = buffer.meta["val"].numel()
-            fail(context, node, f"the {context.named(mark)} have {found} elements, and the unit has {unit.numel}")
+        if mark is not None and mark.use in (Use.PARAMETERS, Use.GRADIENTS) and numel_of(buffer) != unit.numel:
+            held = f"the {context.named(mark)} have {numel_of(buffer)} elements"
+            fail(context, node, f"{held}, and the unit has {unit.numel}")
 
 
 def _check_given(output: fx.Node, bases: dict[fx.Node, fx.Node], context: CompileContext) -> None:

@@ -19,18 +19,24 @@ from vescale_compile.passes.summary import Peak
 VALUE = 4 * WORLD * S  # bytes of each value; of a shard half as many
 
 
-@pytest.mark.parametrize(("stay", "taken"), [(0, 3), (1, 3), (2, 2)])
-def test_a_value_that_meets_a_product_of_itself_is_memory_unless_all_stays_that_it_is_computed_from(stay, taken):
+def peak_of(graph: Graph, part: Part, lowering: Lowering = Lowering.INDUCTOR, donated: tuple[str, ...] = ()) -> Peak:
+    lowered = replace(context(part), lowering=lowering, donated=frozenset(donated))
+    return GraphMemory(graph.graph, lowered, part).peak()
+
+
+@pytest.mark.parametrize(("products", "shards", "taken"), [(2, 0, 3), (2, 1, 3), (0, 2, 2)])
+def test_a_value_that_meets_a_product_of_itself_is_memory_unless_all_stays_that_it_is_computed_from(
+    products, shards, taken
+):
     """As the stream of residuals is, where no backward keeps it: products between are in memory, and it beside them."""
     graph = Graph()
-    products = [graph.call(aten.mm.default, *graph.shards) for _ in range(2 if stay < 2 else 0)]
-    stream = graph.call(aten.add.Tensor, *products, *graph.shards[:stay])
+    begin = [graph.call(aten.mm.default, *graph.shards) for _ in range(products)]
+    stream = graph.call(aten.add.Tensor, *begin, *graph.shards[:shards])
     first = graph.call(aten.mm.default, graph.call(aten.mul.Tensor, stream, 2), graph.shards[1])
     second = graph.call(aten.mm.default, first, graph.shards[1])
     graph.graph.output((graph.call(aten.add.Tensor, stream, second),))
-    peak = GraphMemory(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR), Part.FORWARD).peak()
     inputs = VALUE // 2 * 2 + VALUE  # two shards, which no collective takes here, and the slot, which nothing does
-    assert peak.nbytes == inputs + taken * VALUE
+    assert peak_of(graph, Part.FORWARD).nbytes == inputs + taken * VALUE
 
 
 def test_a_value_that_is_read_before_and_behind_a_product_of_something_else_is_none():
@@ -39,8 +45,7 @@ def test_a_value_that_is_read_before_and_behind_a_product_of_something_else_is_n
     value = graph.call(aten.add.Tensor, graph.call(aten.mm.default, *graph.shards), 1)
     first = graph.call(aten.mm.default, graph.shards[0], graph.shards[1])
     graph.graph.output((graph.call(aten.mul.Tensor, value, 2), first, graph.call(aten.mul.Tensor, value, 3)))
-    peak = GraphMemory(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR), Part.FORWARD).peak()
-    assert peak.nbytes == VALUE // 2 * 2 + VALUE + 3 * VALUE  # the three results
+    assert peak_of(graph, Part.FORWARD).nbytes == VALUE // 2 * 2 + VALUE + 3 * VALUE  # the three results
 
 
 @pytest.mark.parametrize(("operator", "taken"), [(aten.select_scatter.default, 1), (aten.diagonal_scatter.default, 2)])
@@ -48,8 +53,7 @@ def test_what_generated_code_writes_a_part_of_is_memory_although_generated_code_
     graph = Graph()
     value = graph.call(operator, graph.shards[0], graph.shards[1], 0, 0)
     graph.graph.output((graph.call(torch.ops.prims.rev.default, value, [0]),))
-    peak = GraphMemory(graph.graph, replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR), Part.FORWARD).peak()
-    assert peak.nbytes == VALUE // 2 * 2 + VALUE + taken * VALUE
+    assert peak_of(graph, Part.FORWARD).nbytes == VALUE // 2 * 2 + VALUE + taken * VALUE
 
 
 LARGE = 100 * VALUE  # bytes, beside which shards and slots are nothing
@@ -61,8 +65,7 @@ def test_a_value_that_meets_what_generated_code_has_made_of_it_is_none():
     result = graph.call(aten.mul.Tensor, value, graph.read(graph.read(value)))
     value.meta["val"], result.meta["val"] = torch.empty(LARGE // 4), torch.empty(LARGE // 4, dtype=torch.float64)
     graph.graph.output((result,))
-    forward = replace(context(Part.FORWARD), lowering=Lowering.INDUCTOR)
-    assert GraphMemory(graph.graph, forward, Part.FORWARD).peak().nbytes // LARGE == 2
+    assert peak_of(graph, Part.FORWARD).nbytes // LARGE == 2
 
 
 def peak_of_a_backward(
@@ -78,8 +81,7 @@ def peak_of_a_backward(
     value = graph.call(aten.exp.default, between)
     value.meta["val"] = torch.empty(LARGE // 4, dtype=dtype)
     graph.graph.output((graph.call(aten.mm.default, value, graph.shards[0]),))
-    chain = replace(context(Part.BACKWARD), lowering=lowering, donated=frozenset(donated))
-    return GraphMemory(graph.graph, chain, Part.BACKWARD).peak()
+    return peak_of(graph, Part.BACKWARD, lowering, donated)
 
 
 def test_a_kernel_reads_what_it_begins_with_while_it_stores_what_it_ends_with():
@@ -112,8 +114,7 @@ def test_what_it_reduces_it_has_read_before_it_stores():
     beside.meta["val"] = torch.empty(LARGE // 4)
     products = [graph.call(aten.mm.default, each, graph.shards[0]) for each in (graph.read(total), beside)]
     graph.graph.output(tuple(products))
-    backward = replace(context(Part.BACKWARD), lowering=Lowering.INDUCTOR)
-    assert GraphMemory(graph.graph, backward, Part.BACKWARD).peak().nbytes // LARGE == 1
+    assert peak_of(graph, Part.BACKWARD).nbytes // LARGE == 1
 
 
 def test_the_largest_values_of_the_fullest_moment_are_named():

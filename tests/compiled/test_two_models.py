@@ -142,6 +142,15 @@ def test_ignored_and_frozen_parameters_may_stay_unsharded(warnings_of, compiled)
         assert "are not averaged" not in warnings_of(model, compiled=compiled)
 
 
+def test_what_a_refused_call_was_to_ignore_is_named(warnings_of):
+    with fake_world(2):
+        model = models.build(one_layer)
+        with pytest.raises(TypeError, match="granularity"):
+            vc.fully_shard(model, ignored_params=model.head.parameters(), granularity=lambda name, param: "a row")
+        vc.fully_shard(model.layers[0])
+        assert "head." in warnings_of(model)
+
+
 def test_one_rank_averages_with_nobody(warnings_of):
     with fake_world(1):
         model = vc.fully_shard(models.build(one_layer))

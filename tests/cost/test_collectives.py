@@ -16,7 +16,6 @@ from vescale_compile.cost import (
     gpu_cluster,
     wire_cluster,
 )
-from vescale_compile.cost.collectives import ALL_REDUCE, REDUCE_SCATTER
 from vescale_compile.planner.models import published
 
 
@@ -65,7 +64,7 @@ def averaged(shards: Cluster, *, beside: bool) -> tuple[float, float]:
     """Seconds of a reduction that is averaged over two nodes, and those on other links afterwards, in averages."""
     replicas = cluster(2, 1)
     reduction, average = (
-        collective_cost(*each) for each in ((shards, REDUCE_SCATTER, 800), (replicas, ALL_REDUCE, 200))
+        collective_cost(*each) for each in ((shards, "reduce_scatter", 800), (replicas, "all_reduce", 200))
     )
     cost, then = averaged_over_replicas(reduction, shards, replicas, 200, beside=beside)
     return (cost.seconds - reduction.seconds) / average.seconds, then.seconds / average.seconds
